@@ -8,7 +8,7 @@ from amp_transpiler.cli.cost import shapes
 from amp_transpiler.cli.terminal import number
 from amp_transpiler.cli.training_options import add_training_options, training_options
 from amp_transpiler.export.model_step import export_model_step
-from amp_transpiler.passes.lowering.place import PLACES
+from amp_transpiler.passes.lowering.place import PLACES, CPUPlace
 from amp_transpiler.program import Program
 
 #: Arguments that are none of the fields of FitOptions.
@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
     folder = export_model_step(
         program,
         options.folder,
-        PLACES[options.place],
+        [PLACES[kind] for kind in options.place or [CPUPlace.kind]],
         shapes(program, options.shape or []),
         updates=options.steps,
         calibration=options.calibration or [],
@@ -55,7 +55,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=SIZE,SIZE",
         help="sizes of an input that are not fixed, such as image=8,3,224,224; the batch is the first",
     )
-    parser.add_argument("--place", choices=sorted(PLACES), default="cpu", help="what it is for (default: %(default)s)")
+    parser.add_argument(
+        "--place",
+        choices=sorted(PLACES),
+        action="append",
+        help="what it is for (default: cpu); more than once: one folder for several places",
+    )
     parser.add_argument("--steps", type=number, metavar="N", help="updates in all, for a schedule, which ends")
     parser.add_argument(
         "--calibration",
@@ -65,7 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="samples of the inputs, npz files or folders: what leaves the range of float16 on them stays fp32",
     )
     parser.add_argument(
-        "--portable", action="store_true", help="on CPU, the same bits under every build of onnxruntime, such as wasm"
+        "--portable", action="store_true", help="for CPU: the same bits under every build of onnxruntime, such as wasm"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the exported step that is in FOLDER")
     parser.add_argument("--quiet", action="store_true", help="no report")

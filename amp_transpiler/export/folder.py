@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import onnx
 from safetensors import SafetensorError
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ModelFileWriteError
-from amp_transpiler.export.manifest import FORMAT, MANIFEST
+from amp_transpiler.export.manifest import FORMAT, MANIFEST, PlaceStep
 from amp_transpiler.export.serving import SERVED, places_of
 from amp_transpiler.file_targets import check_space
 from amp_transpiler.files import Group, put
@@ -55,15 +55,16 @@ def _said(folder: Path) -> Any:
 
 def write_folder(
     folder: Path,
-    models: Mapping[str, onnx.ModelProto],
+    places: Sequence[PlaceStep],
     values: Mapping[str, Any],
     meta: Mapping[str, Any],
     manifest: dict[str, Any],
     served: onnx.ModelProto | None,
 ) -> None:
-    """Write models and state (OrtValues by name), which is a checkpoint, and the manifest, which names the files.
+    """Write the models of places, the state (OrtValues by name), which is a checkpoint, and the manifest.
 
-    ``served`` is the model with its weights inside; the manifest gets to know where in its files they lie.
+    The manifest gets to know the files: the first place has ``train.onnx``, another ``train.webgpu.onnx``. ``served``
+    is the model with its weights inside; the manifest says where in its files they lie.
 
     ModelFileWriteError where that fails; the folder is then as it was.
     """
@@ -84,17 +85,20 @@ def write_folder(
             names = [META]
             said = {**meta, "file": {"name": TENSORS, **sums[TENSORS]}}
             group.add(folder / META, put(_json({**said, "checksum": checksum(said)})))
-            for name, model in models.items():
-                data, _ = _add_model(group, folder, name, model)
-                manifest["models"][name]["data"] = data
-                names += [*filter(None, [data]), f"{name}.onnx"]
+            for number, (step, said_of) in enumerate(zip(places, manifest["places"], strict=True)):
+                own = []
+                for name, model in step.models.items():
+                    file = f"{name}.{step.place.kind}.onnx" if number else f"{name}.onnx"
+                    data, _ = _add_model(group, folder, file, model.model)
+                    said_of["models"][name] |= {"file": file, "data": data}
+                    own += [*filter(None, [data]), file]
+                said_of["files"] = {file: _sums(group.staged(folder / file)) for file in own}
             manifest["serving"] = None
             if served is not None:
                 data, content = _add_model(group, folder, SERVED, served)
-                file = f"{SERVED}.onnx"
-                weights = places_of(served, content, file, list(values))
-                manifest["serving"] = {"file": file, "data": data, "weights": weights}
-                names += [*filter(None, [data]), file]
+                weights = places_of(served, content, SERVED, list(values))
+                manifest["serving"] = {"file": SERVED, "data": data, "weights": weights}
+                names += [*filter(None, [data]), SERVED]
             manifest["files"] = sums | {name: _sums(group.staged(folder / name)) for name in names}
             group.add(folder / MANIFEST, put(_json(manifest)))
             group.commit()
@@ -103,7 +107,7 @@ def write_folder(
             with suppress(OSError):
                 folder.rmdir()
         raise
-    _remove_stale(folder, before, {*manifest["files"], MANIFEST})
+    _remove_stale(folder, before, _files(manifest) | {MANIFEST})
 
 
 def _make(folder: Path) -> bool:
@@ -119,20 +123,27 @@ def _make(folder: Path) -> bool:
 
 def _remove_stale(folder: Path, before: Any, written: set[str]) -> None:
     """Remove the files of the exported step that was there before, and that this one does not have."""
-    files = before.get("files") if isinstance(before, dict) else None
-    for name in set(files) - written if isinstance(files, dict) else ():
+    for name in _files(before) - written:
         if name == os.path.basename(name):
             with suppress(OSError):
                 (folder / name).unlink()
 
 
-def _add_model(group: Group, folder: Path, name: str, model: onnx.ModelProto) -> tuple[str | None, bytes]:
+def _files(manifest: Any) -> set[str]:
+    """The files that a manifest names, which may be a damaged one."""
+    said = manifest if isinstance(manifest, dict) else {}
+    places = said.get("places")
+    holders = [said, *(one for one in (places if isinstance(places, list) else ()) if isinstance(one, dict))]
+    return set().union(*(files for one in holders if isinstance(files := one.get("files"), dict)))
+
+
+def _add_model(group: Group, folder: Path, file: str, model: onnx.ModelProto) -> tuple[str | None, bytes]:
     """Add a model and, where one file cannot hold it, its constants; the name of their file, and what is in its own."""
-    moved = _moved_out(model, data := f"{name}.onnx.data")
+    moved = _moved_out(model, data := f"{file}.data")
     if moved:
         group.add(folder / data, lambda stream: stream.writelines(moved))
     content = serialized(model)
-    group.add(folder / f"{name}.onnx", put(content))
+    group.add(folder / file, put(content))
     return data if moved else None, content
 
 

@@ -6,7 +6,8 @@ Its form is documented in docs/exported_steps.md, and as a JSON schema in ``mani
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from amp_transpiler.errors import GraphError
@@ -25,25 +26,28 @@ MANIFEST = "manifest.json"
 STEP, BYTES, SHA256, RUNNER = "${step}", "${bytes}", "${sha256}", "${runner}"
 
 
-def manifest_of(
-    programs: StepPrograms, place: Place, models: Mapping[str, PlainModel], meta: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The manifest but for its ``files``, what is served and whether it is portable.
+@dataclass(frozen=True)
+class PlaceStep:
+    """A step as one place runs it: what trains, evaluates and infers, by name."""
+
+    place: Place
+    portable: bool
+    models: Mapping[str, PlainModel]
+
+
+def manifest_of(programs: StepPrograms, places: Sequence[PlaceStep], meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest but for files and what is served, which :func:`~.folder.write_folder` adds.
 
     ``meta`` is what a checkpoint says of the state.
     """
     step = programs.step
     window = step.accumulation
-    opsets = {entry.domain: entry.version for entry in models["train"].model.opset_import}
     return {
         "format": FORMAT,
         "version": VERSION,
         "program": dict(meta["program"]),
-        "place": place.kind,
-        "provider": place_traits(place.kind).provider,
-        "opsets": opsets,
         "versions": dict(meta["versions"]),
-        "models": {name: _model(name, model) for name, model in models.items()},
+        "places": [_place(one) for one in places],
         "states": [_state(name, said) for name, said in meta["tensors"].items()],
         "losses": list(programs.losses),
         "outputs": list(programs.outputs),
@@ -73,23 +77,30 @@ def checkpoint_text(meta: Mapping[str, Any]) -> str:
     return text.replace(f'"{STEP}"', STEP).replace(f'"{BYTES}"', BYTES)
 
 
-def _model(name: str, model: PlainModel) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "file": f"{name}.onnx",
-        "data": None,
+def _place(step: PlaceStep) -> dict[str, Any]:
+    opsets = {entry.domain: entry.version for entry in step.models["train"].model.opset_import}
+    return {
+        "place": step.place.kind,
+        "provider": place_traits(step.place.kind).provider,
+        "portable": step.portable,
+        "opsets": opsets,
+        "models": {name: _model(model) for name, model in step.models.items()},
+    }
+
+
+def _model(model: PlainModel) -> dict[str, Any]:
+    return {
         "feeds": [_port(port, "input") for port in model.feeds],
         "states": {port.variable: port.tensor for port in model.states},
         "zeros": model.zeros,
         "fetches": [_port(port, "output") for port in model.fetches],
         "updates": {port.variable: port.tensor for port in model.updates},
     }
-    return found
 
 
 def _port(port: Port, kind: str) -> dict[str, Any]:
     shape = None if port.shape is None else [d if isinstance(d, int) and d >= 0 else None for d in port.shape]
-    dtype = CARRIED.get(port.dtype, port.dtype)
-    return {"name": port.variable, kind: port.tensor, "dtype": dtype, "shape": shape}
+    return {"name": port.variable, kind: port.tensor, "dtype": port.dtype, "shape": shape}
 
 
 def _state(name: str, said: Mapping[str, Any]) -> dict[str, Any]:

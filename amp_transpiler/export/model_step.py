@@ -25,7 +25,7 @@ from amp_transpiler.runtime import CPUPlace, Executor, Scope
 def export_model_step(
     program: Program,
     folder: str | os.PathLike[str],
-    place: Place,
+    place: Place | Sequence[Place],
     feed_shapes: Mapping[str, Sequence[int]],
     *,
     updates: int | None = None,

@@ -1,7 +1,8 @@
 """A lowered model whose inputs and outputs any runtime can hold: a tensor for each variable, in a type it has.
 
-What lies in a flat buffer here is joined and taken apart inside the model, and what is bfloat16, which few bindings of
-onnxruntime can hand over, goes in and out as fp32. Nothing is computed in another way: the bits stay what they are.
+What lies in a flat buffer here is joined and taken apart inside the model. What is bfloat16, which few bindings of
+onnxruntime can hand over, goes in and out as fp32, and 64-bit integers stay such where a place holds them in 32 bits.
+Nothing is computed in another way: the bits stay what they are, and what is fed is the same for every place.
 """
 
 from __future__ import annotations
@@ -167,22 +168,39 @@ class _Plain:
 
     # -- types -----------------------------------------------------------------------------------------
     def _carried_in(self, port: Port) -> Port:
-        kind = check_held(port.variable, port.dtype, self.program)
+        kind = self._carried(port)
         if kind == port.dtype:
             return port
         name = self.fresh(f"{port.tensor}@{kind.upper()}")
         info = self.inputs.pop(port.tensor)
         self._retype(info, name, kind)
         self.inputs[name] = info
-        to = ONNX_TYPES[port.dtype]
-        self.before.insert(0, onnx.helper.make_node("Cast", [name], [port.tensor], f"{name}/carried", to=to))
-        return replace(port, tensor=name)
+        made: list[onnx.NodeProto] = []
+        source, to = self._limited(made, name, port) if port.holds else name, ONNX_TYPES[port.dtype]
+        made.append(onnx.helper.make_node("Cast", [source], [port.tensor], f"{name}/carried", to=to))
+        self.before[:0] = made
+        return replace(port, tensor=name, dtype=kind, holds="")
+
+    def _limited(self, nodes: list[onnx.NodeProto], name: str, port: Port) -> str:
+        """What fits into the type of ``port``: the number next to one that does not, which is no index either."""
+        limits = np.iinfo(numpy_dtype(port.dtype))
+        bounds = [
+            self.constant(f"{name}/{bound}", np.array(value, numpy_dtype(port.holds)))
+            for bound, value in (("least", limits.min), ("most", limits.max))
+        ]
+        nodes.append(onnx.helper.make_node("Clip", [name, *bounds], [found := self.fresh(f"{name}/limited")], found))
+        return found
+
+    def _carried(self, port: Port) -> str:
+        """The type in which runtimes hand over a port."""
+        integers = port.holds in _PLAIN and numpy_dtype(port.holds).kind in "iu"
+        return check_held(port.variable, port.holds if integers else port.dtype, self.program)
 
     def _carried_out(self, ports: Sequence[Port]) -> list[Port]:
         made: dict[str, str] = {}
         found = []
         for port in ports:
-            kind = check_held(port.variable, port.dtype, self.program)
+            kind = self._carried(port)
             if kind != port.dtype and port.tensor not in made:
                 name = made[port.tensor] = self.fresh(f"{port.tensor}@{kind.upper()}")
                 info = self.outputs.pop(port.tensor)
@@ -190,7 +208,7 @@ class _Plain:
                 self.outputs[name] = info
                 to = ONNX_TYPES[kind]
                 self.after.append(onnx.helper.make_node("Cast", [port.tensor], [name], f"{name}/carried", to=to))
-            found.append(replace(port, tensor=made.get(port.tensor, port.tensor)))
+            found.append(replace(port, tensor=made.get(port.tensor, port.tensor), dtype=kind, holds=""))
         return found
 
     @staticmethod

@@ -18,8 +18,8 @@ from amp_transpiler.passes.lowering.lowered import needed
 from amp_transpiler.runtime.inference_model import pruned
 from amp_transpiler.runtime.scope import Scope
 
-#: What the model is called in an exported step.
-SERVED = "model"
+#: The file of the model in an exported step.
+SERVED = "model.onnx"
 
 
 def serving_model(programs: StepPrograms, scope: Scope) -> onnx.ModelProto | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.export.folder import checked_folder, write_folder
-from amp_transpiler.export.manifest import manifest_of
+from amp_transpiler.export.manifest import PlaceStep, manifest_of
 from amp_transpiler.export.plain_ports import PlainModel, check_held, counted, plain
 from amp_transpiler.export.portable import portable as same_everywhere
 from amp_transpiler.export.serving import serving_model
@@ -34,7 +34,7 @@ FeedShapes = Mapping[str, Sequence[int]]
 def export_training(
     program: Program,
     folder: str | os.PathLike[str],
-    place: Place,
+    place: Place | Sequence[Place],
     feed_shapes: FeedShapes | None = None,
     *,
     outputs: Sequence[Variable | str] | None = None,
@@ -47,16 +47,17 @@ def export_training(
     overwrite: bool = False,
 ) -> Path:
     """See ``Program.export_training``."""
-    check_place(place, CALL)
+    places = _checked_places(place, portable)
     target = checked_folder(folder, CALL, overwrite)
     programs = step_programs(program, fetch_list, outputs, test_program)
     scope = check_scope(scope)
-    _check_portable(portable, place)
     left: set[str] = set()
     shapes = {"train": feed_shapes, "eval": eval_shapes or feed_shapes, "infer": infer_shapes or feed_shapes}
     with collector_paused():
         fixed = {name: _checked(name, given, programs) for name, given in shapes.items()}
-        models = _models(programs, place, fixed, left if portable else None)
+        steps = [
+            PlaceStep(one, same, _models(programs, one, fixed, left if same else None)) for one, same in places.items()
+        ]
     if left:
         warn_user(
             f"{CALL}: portable=True: {', '.join(sorted(left))} of program '{program.name}' have kernels in fp32 alone, "
@@ -64,11 +65,12 @@ def export_training(
         )
     with scope.reading():  # steps of other threads wait until it is written
         values, meta = gathered_state(program, scope)
-        _check_states(programs, models, values)
-        manifest = manifest_of(programs, place, models, meta) | {"portable": portable}
+        for step in steps:
+            _check_states(programs, step.models, values)
+        manifest = manifest_of(programs, steps, meta)
         said = {**meta, "number": 1, "step": None, "data_position": None, "extra": None}
         served = serving_model(programs, scope)
-        write_folder(target, {name: model.model for name, model in models.items()}, values, said, manifest, served)
+        write_folder(target, steps, values, said, manifest, served)
     return target
 
 
@@ -111,13 +113,24 @@ def _models(
     return models
 
 
-def _check_portable(portable: Any, place: Place) -> None:
+def _checked_places(given: Any, portable: Any) -> dict[Place, bool]:
+    """The places, and of each whether its step is portable: one that processors run may be."""
+    places = list(given) if isinstance(given, (list, tuple)) else [given]
+    for place in places:
+        check_place(place, CALL)
+    kinds = [place.kind for place in places]
+    twice = next((kind for kind in kinds if kinds.count(kind) > 1), None)
+    if twice or not places:
+        wrong = f"two places for {twice}" if twice else "no place"
+        raise ArgumentError(f"{CALL}: {wrong}; a folder has one step for each kind of place, at least one")
     if not isinstance(portable, bool):
         raise ArgumentTypeError(f"{CALL}: portable is {portable!r}; expected True or False")
-    if portable and not place_traits(place.kind).emulates:
+    found = {place: portable and place_traits(place.kind).emulates for place in places}
+    if portable and not any(found.values()):
         raise ArgumentError(
-            f"{CALL}: portable=True is for steps that processors run; those for {place!r} have kernels of its own"
+            f"{CALL}: portable=True is for steps that processors run; those for {places[0]!r} have kernels of its own"
         )
+    return found
 
 
 def _checked(name: str, given: Any, programs: StepPrograms) -> dict[str, tuple[int, ...]]:

@@ -30,10 +30,8 @@ export function pixels(context, task, into, at) {
 
 /** Batches of a task: generated images, or those that were added, or both. */
 export class Source {
-  /** `dtype`: of the labels, which is that of the feed. */
-  constructor(task, dtype = "int64") {
+  constructor(task) {
     this.task = task;
-    this.dtype = dtype;
     this.own = [];
     this.kept = []; // of the added ones, for evaluations
     this.use = "generated";
@@ -72,6 +70,6 @@ export class Source {
         pixels(this.context, task, images, i * this.values);
       }
     }
-    return { [task.image]: images, [task.label]: this.dtype === "int64" ? BigInt64Array.from(labels, BigInt) : labels };
+    return { [task.image]: images, [task.label]: BigInt64Array.from(labels, BigInt) };
   }
 }

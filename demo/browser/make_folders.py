@@ -3,8 +3,8 @@
     python demo/browser/make_folders.py                              # a CNN on digits, and a small image model's head
     python demo/browser/make_folders.py --model mobilenetv3.onnx     # the head of an image model of yours instead
 
-Each task is one folder: an exported step for each place (docs/exported_steps.md), and ``task.json``, which says what is
-fed and what comes out.
+Each task is one folder: ``step``, exported for wasm and WebGPU (docs/exported_steps.md), and ``task.json``, which says
+what is fed and what comes out.
 """
 
 from __future__ import annotations
@@ -30,9 +30,6 @@ from amp_transpiler.nn import functional as F
 HERE = Path(__file__).resolve().parent
 DIGITS = [str(digit) for digit in range(10)]
 PICTURES = ["desert", "forest", "sea", "night"]
-PLACES = {"cpu": amp.CPUPlace(), "webgpu": amp.WebGPUPlace()}
-#: Has the same bits in wasm, in Node and in Python (docs/exported_steps.md).
-PORTABLE = {"cpu"}
 #: The list of tasks.
 TASKS = "tasks.json"
 Number = TypeVar("Number", int, float)
@@ -221,18 +218,17 @@ def write_task(task: Task, home: Path) -> dict[str, Any]:
     def shapes(batch: int) -> dict[str, tuple[int, ...]]:
         return {task.image: (batch, *size), task.label: (batch, 1)}
 
-    for name, place in PLACES.items():
-        task.main.export_training(
-            home / name,
-            place,
-            shapes(task.batch),
-            outputs=[task.scores],
-            eval_shapes=shapes(task.evaluated),
-            infer_shapes={task.image: (1, *size)},
-            test_program=task.test,
-            scope=scope,
-            portable=name in PORTABLE,
-        )
+    task.main.export_training(
+        home / "step",
+        [amp.CPUPlace(), amp.WebGPUPlace()],
+        shapes(task.batch),
+        outputs=[task.scores],
+        eval_shapes=shapes(task.evaluated),
+        infer_shapes={task.image: (1, *size)},
+        test_program=task.test,
+        scope=scope,
+        portable=True,
+    )
     said = {
         **task.said,
         "image": task.image,
@@ -241,10 +237,9 @@ def write_task(task: Task, home: Path) -> dict[str, Any]:
         "size": size[-1],
         "batch": task.batch,
         "evaluated": task.evaluated,
-        "places": list(PLACES),
     }
     (home / "task.json").write_text(json.dumps(said, indent=1), encoding="utf-8")
-    return {name: said[name] for name in ("name", "title", "about", "kind", "places")}
+    return {name: said[name] for name in ("name", "title", "about", "kind")}
 
 
 def above_0(kind: type[Number]) -> Callable[[str], Number]:

@@ -30,15 +30,14 @@ const actions = {
     task = JSON.parse(new TextDecoder().decode(await url(home)("task.json")));
     const ort = await import(`${ORT}ort.${provider === "webgpu" ? "webgpu" : "wasm"}.min.mjs`);
     if (!self.crossOriginIsolated) ort.env.wasm.numThreads = 1; // threads share memory, which such pages alone may do
-    const place = provider === "webgpu" && task.places.includes("webgpu") ? "webgpu" : "cpu";
     const options = { executionProviders: [provider], logSeverityLevel: 3 };
     const begin = performance.now();
-    step = await TrainingStep.open(url(new URL(`${place}/`, home)), { ort, options, onDevice: provider === "webgpu" });
-    const { dtype } = step.manifest.models.train.feeds.find((feed) => feed.name === task.label);
-    source = new Source(task, dtype);
+    step = await TrainingStep.open(url(new URL("step/", home)), { ort, options, onDevice: provider === "webgpu" });
+    source = new Source(task);
     held = source.held();
     const threads = provider === "wasm" ? ort.env.wasm.numThreads || 1 : null;
-    tell("opened", { task, place, provider, threads, seconds: (performance.now() - begin) / 1e3, scale: await step.lossScale() });
+    const seconds = (performance.now() - begin) / 1e3;
+    tell("opened", { task, place: step.place, provider, threads, seconds, scale: await step.lossScale() });
     await evaluate();
   },
 

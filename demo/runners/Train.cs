@@ -55,7 +55,7 @@ public sealed class Train
             ["float64"] = ("F64", TensorElementType.Double),
         };
 
-    readonly Map said;
+    readonly Map said, models;
     readonly Dictionary<string, InferenceSession> sessions = new Dictionary<string, InferenceSession>();
     readonly Dictionary<string, Tensor> state = new Dictionary<string, Tensor>();
 
@@ -65,9 +65,12 @@ public sealed class Train
     {
         said = Parsed(Path.Combine(folder, "manifest.json"));
         Expect($"{said["format"]} version {said["version"]}", "amp_transpiler.training_step version 1", $"what '{folder}' holds");
-        Expect((string)said["place"], "cpu", $"the place of '{folder}'");
-        foreach (var file in Of(said, "files")) Checked(Path.Combine(folder, file.Key), (Map)file.Value);
-        foreach (var model in Of(said, "models"))
+        var found = string.Join(", ", Each(said, "places").Select(one => (string)one["place"]));
+        var place = Each(said, "places").FirstOrDefault(one => (string)one["place"] == "cpu");
+        if (place == null) throw new InvalidDataException($"'{folder}' has a step for {found}; this runs those for cpu");
+        models = Of(place, "models");
+        foreach (var file in Of(said, "files").Concat(Of(place, "files"))) Checked(Path.Combine(folder, file.Key), (Map)file.Value);
+        foreach (var model in models)
             sessions[model.Key] = new InferenceSession(Path.Combine(folder, (string)((Map)model.Value)["file"]));
         var meta = Parsed(Path.Combine(checkpoint, "meta.json"));
         Expect((string)Of(meta, "program")["fingerprint"], (string)Of(said, "program")["fingerprint"], $"the program of checkpoint '{checkpoint}'");
@@ -85,7 +88,7 @@ public sealed class Train
     /// <summary>Run a model of the folder; gives what it fetches, by name, and replaces the state that it updates.</summary>
     public Map Run(string name, IReadOnlyDictionary<string, Tensor> feeds)
     {
-        var model = Of(Of(said, "models"), name);
+        var model = Of(models, name);
         var inputs = new Dictionary<string, Tensor>();
         foreach (var feed in Each(model, "feeds")) inputs[(string)feed["input"]] = Fitting(feeds, feed, "feed");
         foreach (string zero in (List<object>)model["zeros"]) inputs[zero] = new Tensor("float32", new long[0], new byte[4]);

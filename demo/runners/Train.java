@@ -41,7 +41,7 @@ public final class Train {
     }
   }
 
-  final Map<String, Object> said;
+  final Map<String, Object> said, models;
   final Map<String, OrtSession> sessions = new LinkedHashMap<>();
   final Map<String, Tensor> state = new LinkedHashMap<>();
   long step;
@@ -49,9 +49,14 @@ public final class Train {
   Train(Path folder, Path checkpoint) throws Exception {
     said = map(parsed(folder.resolve("manifest.json")));
     expect(said.get("format") + " version " + said.get("version"), "amp_transpiler.training_step version 1", "what '" + folder + "' holds");
-    expect(said.get("place"), "cpu", "the place of '" + folder + "'");
-    for (var file : map(said.get("files")).entrySet()) checked(folder.resolve(file.getKey()), map(file.getValue()));
-    for (var model : map(said.get("models")).entrySet()) {
+    Map<Object, Map<String, Object>> places = new LinkedHashMap<>();
+    for (var one : maps(said.get("places"))) places.put(one.get("place"), one);
+    if (!places.containsKey("cpu")) throw new IllegalArgumentException("'" + folder + "' has a step for " + places.keySet() + "; this runs those for cpu");
+    for (Object files : List.of(said.get("files"), places.get("cpu").get("files"))) {
+      for (var file : map(files).entrySet()) checked(folder.resolve(file.getKey()), map(file.getValue()));
+    }
+    models = map(places.get("cpu").get("models"));
+    for (var model : models.entrySet()) {
       String path = folder.resolve((String) map(model.getValue()).get("file")).toString();
       sessions.put(model.getKey(), ENVIRONMENT.createSession(path, new OrtSession.SessionOptions()));
     }
@@ -68,7 +73,7 @@ public final class Train {
 
   /** Run a model of the folder; gives what it fetches, by name, and replaces the state that it updates. */
   Map<String, Tensor> run(String name, Map<String, Tensor> feeds) throws Exception {
-    Map<String, Object> model = map(map(said.get("models")).get(name));
+    Map<String, Object> model = map(models.get(name));
     Map<String, OnnxTensor> inputs = new LinkedHashMap<>();
     Map<String, Tensor> fetched = new LinkedHashMap<>();
     try {

@@ -124,30 +124,36 @@ function narrowed(data) {
 
 // -- the step --------------------------------------------------------------------------------------------
 
-/** An exported step with its state. `step` counts the runs of the training so far. */
+/** An exported step with its state. `step` counts the runs of the training so far; `place` is what its models are for. */
 export class TrainingStep {
   /**
-   * Open the step that `read` gives the files of. `ort`: the onnxruntime module. `options`: of its sessions; without
-   * executionProviders they are those of the place that the step was lowered for. `onDevice`: keep the state on the
-   * device between steps (WebGPU in browsers).
+   * Open the step that `read` gives the files of. `ort`: the onnxruntime module. `options`: of its sessions. A folder has
+   * a step for each of its places: that of the first of executionProviders is taken, without these the first. `place`:
+   * the step for another place. `onDevice`: keep the state on the device between steps (WebGPU in browsers).
    * `checkpoint`: where to read the state from instead.
    */
-  static async open(read, { ort, options = {}, onDevice = false, checkpoint = read }) {
+  static async open(read, { ort, options = {}, place, onDevice = false, checkpoint = read }) {
     const manifest = await parsed(read, "manifest.json");
     if (manifest.format !== FORMAT || manifest.version !== VERSION) {
       const found = `${manifest.format} version ${manifest.version}`;
       throw new StepError(`manifest.json is of ${found}; this program reads ${FORMAT} version ${VERSION}`);
     }
-    const other = (options.executionProviders ?? []).map((each) => each.name ?? each).find((name) => name !== "cpu" && name !== "wasm");
-    if (manifest.portable && other) {
-      throw new StepError(`this step is a portable one, for processors (cpu, wasm), not for ${other}; export one for that place`);
+    const first = options.executionProviders?.[0];
+    const wanted = place ?? { wasm: "cpu" }[first] ?? first?.name ?? first ?? manifest.places[0].place;
+    const chosen = manifest.places.find((each) => each.place === wanted);
+    if (!chosen) {
+      const found = manifest.places.map((each) => each.place).join(", ");
+      throw new StepError(`this folder has a step for ${found}, not for ${wanted}; export one for that place too`);
     }
+    if (wanted !== "cpu") options = { executionProviders: [wanted], ...options };
     const step = new TrainingStep();
     const content = new Map();
-    if (manifest.place !== "cpu") options = { executionProviders: [manifest.place], ...options };
-    Object.assign(step, { manifest, ort, state: new Map(), sessions: {}, step: 0, served: new Map() });
-    for (const [name, said] of Object.entries(manifest.files)) content.set(name, await checked(read, name, said));
-    for (const [name, model] of Object.entries(manifest.models)) {
+    Object.assign(step, { manifest, place: wanted, models: chosen.models });
+    Object.assign(step, { ort, state: new Map(), sessions: {}, step: 0, served: new Map() });
+    for (const [name, said] of Object.entries({ ...manifest.files, ...chosen.files })) {
+      content.set(name, await checked(read, name, said));
+    }
+    for (const [name, model] of Object.entries(step.models)) {
       const more = model.data ? { externalData: [{ path: model.data, data: content.get(model.data) }] } : {};
       if (onDevice) {
         const stays = Object.values(model.updates).map((tensor) => [tensor, "gpu-buffer"]);
@@ -207,7 +213,7 @@ export class TrainingStep {
   /** Run a model of the folder; the state that it updates is replaced. */
   async run(name, feeds) {
     const { Tensor } = this.ort;
-    const model = this.manifest.models[name];
+    const model = this.models[name];
     const inputs = {};
     for (const given of Object.keys(feeds)) {
       if (!model.feeds.some((feed) => feed.name === given)) {

@@ -1,4 +1,4 @@
-"""python bare.py FOLDER BATCHES STEPS TO [FROM]: train with an exported step; nothing of amp_transpiler is needed."""
+"""python bare.py FOLDER BATCHES STEPS TO [FROM [PLACE]]: trains with an exported step, without amp_transpiler."""
 
 import hashlib
 import json
@@ -8,13 +8,12 @@ from pathlib import Path
 
 import ml_dtypes  # noqa: F401  numpy's bfloat16
 import numpy as np
-import onnxruntime
+from onnxruntime import InferenceSession
 from safetensors.numpy import load_file, save
 
 
 def expect(found, wanted, what):
-    if found != wanted:
-        sys.exit(f"error: {what} is {found}; expected {wanted}")
+    found == wanted or sys.exit(f"error: {what} is {found}; expected {wanted}")
 
 
 def fitting(array, one, what):
@@ -24,7 +23,7 @@ def fitting(array, one, what):
 
 
 def run(name, feeds):
-    model, zero = said["models"][name], np.zeros((), np.float32)
+    model, zero = at["models"][name], np.zeros((), np.float32)
     inputs = {one["input"]: fitting(feeds.get(one["name"]), one, "feed") for one in model["feeds"]}
     inputs |= {tensor: state[name] for name, tensor in model["states"].items()} | dict.fromkeys(model["zeros"], zero)
     tensors = [*(one["output"] for one in model["fetches"]), *model["updates"].values()]
@@ -40,15 +39,16 @@ expect(to.exists(), False, f"whether there is a '{to}' already")
 said, meta = (json.loads(path.read_text(encoding="utf-8")) for path in (folder / "manifest.json", start / "meta.json"))
 expect((said["format"], said["version"]), ("amp_transpiler.training_step", 1), f"what '{folder}' holds")
 expect(meta["program"], said["program"], f"the program of checkpoint '{start}'")
-tensors, at = start / meta["file"]["name"], said["provider"]
-for path, one in [*((folder / name, one) for name, one in said["files"].items()), (tensors, meta["file"])]:
+place, file = (given[5:] or [said["places"][0]["place"]])[0], start / meta["file"]["name"]
+at = next((one for one in said["places"] if one["place"] == place), None)
+expect(at is not None, True, f"whether '{folder}' has a step for {place}")
+for path, one in ({folder / n: s for n, s in (said["files"] | at["files"]).items()} | {file: meta["file"]}).items():
     expect(hashlib.sha256(path.read_bytes()).hexdigest(), one["sha256"], f"the SHA-256 of '{path}'")
-sessions = {n: onnxruntime.InferenceSession(folder / m["file"], providers=[at]) for n, m in said["models"].items()}
-expect({session.get_providers()[0] for session in sessions.values()}, {at}, f"what runs a step for {said['place']}")
-held, kinds = load_file(tensors), said["states"]
+sessions = {n: InferenceSession(folder / m["file"], providers=[at["provider"]]) for n, m in at["models"].items()}
+expect({session.get_providers()[0] for session in sessions.values()}, {at["provider"]}, f"what runs a step for {place}")
+held, data, kinds, window, done = load_file(file), load_file(batches), said["states"], said["window"], meta["step"] or 0
 state = {one["name"]: fitting(held.get(one["name"]), one, "state").astype(one["carried"]) for one in kinds}
-data, window, first = load_file(batches), said["window"], meta["step"] or 0
-for step in range(first, end := first + int(str(steps))):
+for step in range(done, end := done + int(str(steps))):
     feeds = {name: array[step % len(array)] for name, array in data.items()}
     found = run("train" if state.get(window["counter"], 0) + 1 == window["steps"] else "accumulate", feeds)
     print(f"step {step + 1}", *(f"{name} {value.item():.9g}" for name, value in found.items()), flush=True)

@@ -1,4 +1,4 @@
-// train FOLDER BATCHES STEPS TO [FROM]: trains with an exported step, as bare.py does (docs/exported_steps.md).
+// train FOLDER BATCHES STEPS TO [FROM [PLACE]]: trains with an exported step, as bare.py does (docs/exported_steps.md).
 //
 //     g++ -std=c++17 -O2 -I ONNXRUNTIME/include train.cpp -o train -L ONNXRUNTIME/lib -l onnxruntime
 //
@@ -152,6 +152,10 @@ string checked(const fs::path& path, const Json& said) {
   return data;
 }
 
+void checked_all(const fs::path& folder, const Json& files) {
+  for (const auto& [name, file] : files.members) checked(folder / name, file);
+}
+
 Json parsed(const fs::path& path) {
   const string text = read(path);
   return Parser{text}.value();
@@ -240,20 +244,24 @@ string narrowed(const string& bits) {
 
 // -- the step -----------------------------------------------------------------------------------------------
 struct Step {
-  Json said;
+  Json said, models;
   Ort::Env env{ORT_LOGGING_LEVEL_ERROR, "train"};
   std::map<string, Ort::Session> sessions;
   std::map<string, Ort::Value> state;
   int64_t step = 0;
 
-  Step(const fs::path& folder, const fs::path& checkpoint) : said(parsed(folder / "manifest.json")) {
+  Step(const fs::path& folder, const fs::path& checkpoint, string place) : said(parsed(folder / "manifest.json")) {
     const string found = said["format"].text + " version " + said["version"].text;
     if (found != "amp_transpiler.training_step version 1")
       fail("'" + folder.string() + "' holds " + found + "; this reads amp_transpiler.training_step version 1");
-    const string& place = said["place"].text;
+    const List<Json>& places = said["places"].items;
+    if (place.empty()) place = places.at(0)["place"].text;
     if (place != "cpu" && place != "webgpu") fail("'" + folder.string() + "' holds a step for " + place + "; this has cpu and webgpu");
-    for (const auto& [name, file] : said["files"].members) checked(folder / name, file);
-    for (const auto& [name, model] : said["models"].members) {
+    for (const Json& each : places)
+      if (each["place"].text == place) models = each["models"], checked_all(folder, each["files"]);
+    if (models.members.empty()) fail("'" + folder.string() + "' holds no step for " + place);
+    checked_all(folder, said["files"]);
+    for (const auto& [name, model] : models.members) {
       Ort::SessionOptions options;  // of each session: a provider's device is counted by them
       if (place == "webgpu") options.AppendExecutionProvider("WebGPU");
       sessions.emplace(name, Ort::Session(env, (folder / model["file"].text).c_str(), options));
@@ -276,7 +284,7 @@ struct Step {
 
   // Run a model of the folder; gives what it fetches, by name, and replaces the state that it updates.
   List<std::pair<string, Ort::Value>> run(const string& name, const std::map<string, Tensor>& feeds) {
-    const Json& model = said["models"][name];
+    const Json& model = models[name];
     List<Ort::Value> made;
     List<const char*> inputs, outputs;
     List<const OrtValue*> given;
@@ -350,11 +358,11 @@ struct Step {
 };
 
 int main(int number, char** words) try {
-  if (number < 5) fail("usage: train FOLDER BATCHES STEPS TO [FROM]");
+  if (number < 5) fail("usage: train FOLDER BATCHES STEPS TO [FROM [PLACE]]");
   const string steps = words[3];
   if (steps.find_first_not_of("0123456789") != string::npos) fail("STEPS is '" + steps + "'; expected a whole number");
   if (fs::exists(words[4])) fail("'" + string(words[4]) + "' is there already");
-  Step step(words[1], words[number > 5 ? 5 : 1]);
+  Step step(words[1], words[number > 5 ? 5 : 1], number > 6 ? words[6] : "");
   const auto batches = safetensors(read(words[2]));
   for (int64_t left = std::stoll(steps); left > 0; --left) {
     std::map<string, Tensor> feeds;

@@ -1,6 +1,6 @@
 // node train.mjs FOLDER BATCHES STEPS TO [FROM] [--web] [--provider NAME] [--model TO]: trains with an exported step, as
-// bare.py does. --web: onnxruntime-web (wasm) instead of onnxruntime-node; --provider: cpu, wasm, webgpu, … instead of
-// the one that the step was lowered for; --model: a new folder for the trained ONNX model.
+// bare.py does. --web: onnxruntime-web (wasm) instead of onnxruntime-node; --provider: cpu, wasm, webgpu, …, whose
+// step is taken, instead of the first place of the folder; --model: a new folder for the trained ONNX model.
 
 import { existsSync } from "node:fs";
 import { readFile } from "node:fs/promises";

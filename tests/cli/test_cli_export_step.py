@@ -47,8 +47,9 @@ def test_what_is_written_trains(batch: int | None, tmp_path: Path, capsys: pytes
         "T_max": 60,
         "eta_min": 0,
     }
-    assert [feed["shape"] for feed in manifest["models"]["train"]["feeds"]] == [[16, 6], [16]]
-    assert [feed["name"] for feed in manifest["models"]["infer"]["feeds"]] == ["x"]
+    models = manifest["places"][0]["models"]
+    assert [feed["shape"] for feed in models["train"]["feeds"]] == [[16, 6], [16]]
+    assert [feed["name"] for feed in models["infer"]["feeds"]] == ["x"]
     loss = manifest["losses"][0]
     found = [each[loss] for each in bare(step, batches(tmp_path / "data", feeds(60, 16)), 60, tmp_path / "end")]
     assert np.mean(found[-5:]) < np.mean(found[:5]) / 3
@@ -59,8 +60,9 @@ def test_frozen_parameters_are_state_that_nothing_replaces(tmp_path: Path) -> No
     command = ["export-step", str(model), str(step), "--shape", "x=4,6", "--freeze", "body*", "--quiet", "--portable"]
     assert main(command) == 0
     said = json.loads((step / "manifest.json").read_text(encoding="utf-8"))
-    train = said["models"]["train"]
-    assert said["portable"]
+    (place,) = said["places"]
+    train = place["models"]["train"]
+    assert place["portable"]
     frozen = [name for name in train["states"] if name.startswith("body")]
     assert frozen and not set(frozen) & set(train["updates"])
 

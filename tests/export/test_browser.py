@@ -112,16 +112,17 @@ def test_the_page_trains_pauses_goes_on_and_gives_away_what_it_trained(
     image = image.astype(np.float32)
     session = onnxruntime.InferenceSession(model.read_bytes(), providers=["CPUExecutionProvider"])
     (scores,) = session.run([said["scores"]], {said["image"]: image})
-    (expected,) = inferred(steps / task / "cpu", state, said, image)
+    folder = steps / task / "step"
+    (expected,) = inferred(folder, state, said, image)
     assert scores.shape == expected.shape == (1, len(said["classes"]))
     assert np.allclose(scores.astype(np.float64), expected, rtol=0, atol=2e-2 * np.abs(expected).max())
-    (before,) = inferred(steps / task / "cpu", steps / task / "cpu" / "state.safetensors", said, image)
+    (before,) = inferred(folder, folder / "state.safetensors", said, image)
     assert not np.allclose(before, expected, atol=0.1)
 
 
 def inferred(folder: Path, state: Path, said: dict, image: np.ndarray) -> list[np.ndarray]:
     """What infer.onnx of an exported step gives on a state."""
-    infer = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["models"]["infer"]
+    infer = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["places"][0]["models"]["infer"]
     tensors = load_file(state)
     feeds = {name: tensors[variable] for variable, name in infer["states"].items()}
     feeds |= {name: np.zeros((), np.float32) for name in infer["zeros"]} | {infer["feeds"][0]["input"]: image}
@@ -211,7 +212,7 @@ export default async ({{ open }}) => {{
 
 def test_what_is_wrong_is_said_and_what_is_right_goes_on(steps: Path, tmp_path: Path) -> None:
     shutil.copytree(steps, tmp_path / "steps")
-    train = tmp_path / "steps" / "pictures" / "cpu" / "train.onnx"
+    train = tmp_path / "steps" / "pictures" / "step" / "train.onnx"
     train.write_bytes(train.read_bytes()[:-1] + b"x")
     with served({"/browser/steps/": tmp_path / "steps"}) as base:
         found = in_browser(tmp_path, WRONG.format(address=f"{base}/browser/"), WEBGPU)

@@ -32,7 +32,7 @@ def test_a_run_passes_through_a_browser_on_webgpu(tmp_path: Path) -> None:
     """Two convolutions in pure float16: executor on CPU, WebGPU, executor. The overflow is in the middle part."""
     steps, batch = 63, 4
     step = Digits.made(tmp_path, steps, batch)
-    found, scope = moved(step.on_webgpu(tmp_path), webgpu(), tmp_path)
+    found, scope = moved(step, webgpu(), tmp_path)
     scales = {v.name for v in step.main.variables if v.persistable and "loss_scaling" in v.name}
     assert step.bad == [OVERFLOW] and scales
     assert all(scope.find_var(name) == step.end.find_var(name) for name in scales)
@@ -42,13 +42,12 @@ def test_a_run_passes_through_a_browser_on_webgpu(tmp_path: Path) -> None:
 
 
 def test_a_portable_step_goes_on_on_webgpu(tmp_path: Path) -> None:
-    """Batches of 64, six steps by the folder that has the same bits everywhere, and six more by that for the device."""
+    """Batches of 64, six steps in bare Python, and from there six more on the device, with the same folder."""
     step = Digits.made(tmp_path, 12, 64, portable=True)
     bare = [PYTHON or sys.executable, str(RUNNERS / "bare.py")]
     trained(bare, step.folder, step.data, 6, tmp_path / "half")
     expected = losses(trained(bare, step.folder, step.data, 6, tmp_path / "end", tmp_path / "half"), step.loss)
-    other = step.on_webgpu(tmp_path)
-    found = losses(trained(webgpu(), other.folder, other.data, 6, tmp_path / "there", tmp_path / "half"), step.loss)
+    found = losses(trained(webgpu(), step.folder, step.data, 6, tmp_path / "there", tmp_path / "half"), step.loss)
     assert np.allclose(found, expected, rtol=2**-8) and expected[-1] < step.losses[0] / 2
     assert amp.load_checkpoint(tmp_path / "there", step.main, amp.Scope()).step == 12
 

@@ -33,6 +33,9 @@ def scope(net: Small) -> amp.Scope:
     ("arguments", "error", "message"),
     [
         ({"place": "cpu"}, TypeError, "takes a place"),
+        ({"place": [CPU, "webgpu"]}, TypeError, "takes a place, .* got 'webgpu'"),
+        ({"place": []}, ValueError, "no place; .* at least one"),
+        ({"place": [CPU, amp.WebGPUPlace(0), amp.CPUPlace(emulate="webgpu")]}, ValueError, "two places for cpu"),
         ({"feed_shapes": {"y": (2, 3)}}, ValueError, "'y' is no feed of program .*; its feeds are x, label"),
         ({"feed_shapes": {"x": (2, 8)}}, ValueError, r"feed 'x' .* declared as \[6, 8\]; \[2, 8\]"),
         ({"outputs": "x"}, TypeError, "outputs is a list of variables or names"),
@@ -123,7 +126,8 @@ def test_large_constants_lie_beside_their_model(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(writing, "LIMIT", 4096)
     folder = main.export_training(tmp_path / "step", CPU, scope=scope)
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["models"]["train"]["data"] == "train.onnx.data"
-    assert (folder / "train.onnx.data").stat().st_size >= table.nbytes and "train.onnx.data" in manifest["files"]
+    (place,) = manifest["places"]
+    assert place["models"]["train"]["data"] == "train.onnx.data" in place["files"]
+    assert (folder / "train.onnx.data").stat().st_size >= table.nbytes
     assert (folder / "train.onnx").stat().st_size < table.nbytes
     ort.InferenceSession(str(folder / "train.onnx"))

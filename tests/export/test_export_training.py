@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 import pytest
+from safetensors.numpy import load_file
 
 import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
@@ -102,11 +104,74 @@ def test_the_manifest_fits_its_schema(tmp_path: Path) -> None:
     for number, case in enumerate(CASES.values()):
         net = build(**case)
         folder = net.main.export_training(tmp_path / str(number), CPU, scope=net.start())
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        manifest = manifest_of(folder)
         jsonschema.validate(manifest, schema)
-        assert set(manifest["files"]) == {path.name for path in folder.iterdir()} - {"manifest.json"}
+        files = manifest["files"].keys() | manifest["places"][0]["files"].keys()
+        assert files == {path.name for path in folder.iterdir()} - {"manifest.json"}
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(manifest | {"version": 2}, schema)
+
+
+def test_one_folder_has_steps_of_several_places(tmp_path: Path) -> None:
+    """Each as in a folder of its own, fed the same; what one place alone had goes when the folder is replaced."""
+    net = build(window=2)
+    scope, places = net.start(), {"cpu": CPU, "webgpu": amp.WebGPUPlace(0), "cuda": amp.CUDAPlace(0)}
+    folder = net.main.export_training(tmp_path / "all", [*places.values()], scope=scope, portable=True)
+    said = manifest_of(folder)
+    assert [(one["place"], one["portable"]) for one in said["places"]] == [
+        ("cpu", True),
+        ("webgpu", False),
+        ("cuda", False),
+    ]
+    for one, place in zip(said["places"], places.values(), strict=True):
+        alone = net.main.export_training(tmp_path / one["place"], place, scope=scope, portable=one["portable"])
+        (only,) = manifest_of(alone)["places"]
+        for name, model in one["models"].items():
+            assert model["file"] == f"{name}.onnx" if place is CPU else f"{name}.{one['place']}.onnx"
+            assert (folder / model["file"]).read_bytes() == (alone / f"{name}.onnx").read_bytes()
+            assert model | {"file": f"{name}.onnx"} == only["models"][name]
+            first = said["places"][0]["models"][name]
+            fed, same = ([(one["name"], one["dtype"], one["shape"]) for one in m["feeds"]] for m in (model, first))
+            assert fed == same, "64-bit integers on each"
+        for file in manifest_of(alone)["files"]:
+            assert file == "meta.json" or (folder / file).read_bytes() == (alone / file).read_bytes()
+    assert amp.load_checkpoint(folder, net.main, amp.Scope()).exact
+    net.main.export_training(folder, places["webgpu"], scope=scope, overwrite=True)
+    assert {path.name for path in folder.iterdir()} == {path.name for path in (tmp_path / "webgpu").iterdir()}
+
+
+def test_numbers_that_a_place_cannot_hold_stay_out_of_range(tmp_path: Path) -> None:
+    """2 ** 32 + 1 would be row 1 in 32 bits; the models of that place run on any provider here."""
+    main, startup, scope = amp.Program(), amp.Program("startup"), amp.Scope()
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        ids = amp.data("ids", [2], "int64")
+        rows = amp.nn.embedding(ids, [8, 4])
+        index = F.argmax(rows, axis=1)
+        amp.optimizer.SGD(0.1).minimize(F.mean(F.square(rows)), startup)
+    amp.Executor().run(startup, scope=scope)
+    folder = main.export_training(tmp_path / "step", amp.WebGPUPlace(0), outputs=[rows, index], scope=scope)
+    infer = manifest_of(folder)["places"][0]["models"]["infer"]
+    assert [one["dtype"] for one in (*infer["feeds"], *infer["fetches"])] == ["int64", "float32", "int64"]
+    table = load_file(folder / "state.safetensors")
+    session = ort.InferenceSession(folder / infer["file"], providers=["CPUExecutionProvider"])
+
+    def given(*numbers: int) -> list[np.ndarray]:
+        feeds = {infer["feeds"][0]["input"]: np.array(numbers)}
+        feeds |= {tensor: table[name] for name, tensor in infer["states"].items()}
+        feeds |= dict.fromkeys(infer["zeros"], np.zeros((), np.float32))
+        found: list[np.ndarray] = session.run([one["output"] for one in infer["fetches"]], feeds)
+        return found
+
+    found, best = given(1, 7)
+    (weights,) = (array for array in table.values() if array.shape == (8, 4))
+    assert np.array_equal(found, weights[[1, 7]]) and np.array_equal(best, found.argmax(1))
+    with pytest.raises(Exception, match="out of .*(range|bounds)"):
+        given(2**32 + 1, 0)
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    return found
 
 
 def test_a_program_of_several_ranks_is_refused(tmp_path: Path) -> None:

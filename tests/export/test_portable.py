@@ -211,7 +211,7 @@ def test_a_portable_step_is_the_same_training_but_for_roundings(tmp_path: Path) 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         folder = net.main.export_training(tmp_path / "step", amp.CPUPlace(), scope=scope, portable=True)
-    assert json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["portable"] is True
+    assert json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["places"][0]["portable"] is True
     data = batches(tmp_path / "data.safetensors", [net.feed(s) for s in range(STEPS)])
     found = losses(bare(folder, data, STEPS, tmp_path / "end"), net.loss.name)
     expected = np.frombuffer(b"".join(net.train(scope, 0, STEPS)), np.float32)

@@ -130,9 +130,9 @@ def test_the_page_has_the_same_bits_in_wasm(tmp_path: Path) -> None:
     make_folders(tmp_path / "steps")
     rng = np.random.default_rng(0)
     for task in ("digits", "pictures"):
-        folder = tmp_path / "steps" / task / "cpu"
+        folder = tmp_path / "steps" / task / "step"
         said = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        image, label = said["models"]["train"]["feeds"]
+        image, label = said["places"][0]["models"]["train"]["feeds"]
         feeds = [
             {
                 image["name"]: rng.normal(0, 1, image["shape"]).astype(np.float32),
@@ -327,7 +327,7 @@ def test_what_is_there_already_is_told_before_the_training(
     done = call(command, small / "step", small / "data.safetensors", 1, tmp_path / "end")
     assert done.returncode == 1 and f"'{tmp_path / 'end'}'" in done.stderr and "already" in done.stderr
     assert done.stdout == "" and not any((tmp_path / "end").iterdir())
-    assert "FOLDER BATCHES STEPS TO [FROM]" in call(command, small / "step").stderr
+    assert "FOLDER BATCHES STEPS TO [FROM" in call(command, small / "step").stderr
     done = call(command, small / "step", small / "data.safetensors", "1.5", tmp_path / "other")
     assert done.returncode == 1 and done.stdout == "" and not (tmp_path / "other").exists()
 
@@ -339,23 +339,40 @@ def test_a_step_for_a_place_that_is_not_here_is_refused(
     """It is not run on another: what is lowered for a device with 16-bit arithmetic would not round on CPU."""
     shutil.copytree(small, tmp_path / "home")
     change = {"place": "cuda", "provider": "CUDAExecutionProvider"}
-    edit(tmp_path / "home" / "step" / "manifest.json", lambda said: said.update(change))
+    edit(tmp_path / "home" / "step" / "manifest.json", lambda said: said["places"][0].update(change))
     done = call(command, tmp_path / "home" / "step", small / "data.safetensors", 1, tmp_path / "end")
     told = done.stderr.strip().splitlines()[-1]  # onnxruntime tells of its libraries before
     assert done.returncode == 1 and told.startswith("error: ") and "cuda" in told.lower(), done.stderr
     assert not (tmp_path / "end").exists()
 
 
-def test_a_portable_step_is_refused_by_other_devices(tmp_path: Path) -> None:
-    """What is computed in double is for processors: on a device no session of it is made, and the message was not clear."""
-    if not node():
-        pytest.skip(NO_NODE)
+#: How a runner is told a place, behind the checkpoint to begin with; those in C# and Java run steps for cpu alone.
+NAMED: dict[str, Callable[[str], list[str]]] = {
+    "bare Python": lambda place: [place],
+    "Node": lambda place: ["--provider", place],
+    "wasm": lambda place: ["--provider", "wasm" if place == "cpu" else place],
+    "C++": lambda place: [place],
+    "C#": lambda place: [],
+    "Java": lambda place: [],
+}
+
+
+@pytest.mark.parametrize("runner", NAMED)
+def test_a_folder_has_a_step_for_each_of_its_places(runner: str, command: list[str], tmp_path: Path) -> None:
+    """The first is taken where none is named; what is not there, or not here, is refused by name."""
     net = build()
-    net.main.export_training(tmp_path / "step", amp.CPUPlace(), scope=net.start(), portable=True)
+    scope = net.start()
+    step = net.main.export_training(tmp_path / "step", [amp.CUDAPlace(0), amp.CPUPlace()], scope=scope)
+    (step / "train.onnx").write_bytes(b"")  # of the place that is not taken: nothing reads it
     data = batches(tmp_path / "data.safetensors", [net.feed(0)])
-    done = call(node("--provider", "webgpu"), tmp_path / "step", data, 1, tmp_path / "end")
-    assert done.returncode == 1 and "is a portable one" in done.stderr and "webgpu" in done.stderr, done.stderr
-    assert trained(node("--provider", "cpu"), tmp_path / "step", data, 1, tmp_path / "end")
+    found = trained(command, step, data, 1, tmp_path / "end", step, *NAMED[runner]("cpu"))
+    assert np.allclose(losses(found, net.loss.name), np.frombuffer(net.train(scope, 0, 1)[0], np.float32), atol=1e-5)
+    if not NAMED[runner]("webgpu"):
+        return
+    for told in (call(command, step, data, 1, tmp_path / "other", step, *NAMED[runner]("webgpu")),):
+        assert told.returncode == 1 and "step for" in told.stderr and "webgpu" in told.stderr, told.stderr
+    assert call(command, step, data, 1, tmp_path / "other").returncode == 1, "the first is for CUDA"
+    assert not (tmp_path / "other").exists()
 
 
 def test_the_module_evaluates_infers_and_keeps_checkpoints_in_memory(tmp_path: Path) -> None:

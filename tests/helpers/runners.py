@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,9 +39,11 @@ def batches(path: Path, feeds: Sequence[dict[str, np.ndarray]]) -> Path:
     return path
 
 
-def bare(folder: Path, data: Path, steps: int, to: Path, start: Path | None = None) -> list[dict[str, float]]:
+def bare(
+    folder: Path, data: Path, steps: int, to: Path, start: Path | None = None, place: str = ""
+) -> list[dict[str, float]]:
     """What the bare Python runner prints of each step, by name; SystemExit as it ends with."""
-    arguments = ["bare.py", folder, data, steps, to, *([] if start is None else [start])]
+    arguments = ["bare.py", folder, data, steps, to, start or folder, *filter(None, [place])]
     with (
         mock.patch.object(sys, "argv", list(map(str, arguments))),
         mock.patch.object(sys, "excepthook"),
@@ -95,7 +97,10 @@ def losses(found: list[dict[str, Any]], name: str) -> np.ndarray:
 # -- the step that all are tried on ------------------------------------------------------------------------
 @dataclass
 class Digits:
-    """MNIST's network of two convolutions in pure fp16, exported; ``losses`` are those of the executor."""
+    """MNIST's network of two convolutions in pure fp16, exported for CPU and WebGPU as one folder.
+
+    ``losses`` are those of the executor on CPU.
+    """
 
     folder: Path
     data: Path
@@ -130,19 +135,13 @@ class Digits:
             exe.run(startup, scope=scope)
             optimizer.amp_init(amp.CPUPlace(), scope)
         shapes = {name: array.shape for name, array in feeds[0].items()}
-        main.export_training(folder / "step", amp.CPUPlace(), shapes, scope=start, portable=portable)
+        places = [amp.CPUPlace(), amp.WebGPUPlace()]
+        main.export_training(folder / "step", places, shapes, scope=start, portable=portable)
         fetched = [exe.run(main, feed, [loss, found_inf], scope=end) for feed in feeds]
         values = np.array([value.item() for value, _ in fetched], np.float32)
         bad = [number for number, (_, found) in enumerate(fetched) if found.item()]
         data = batches(folder / "batches.safetensors", feeds)
         return cls(folder / "step", data, main, loss.name, feeds, start, end, values, bad)
-
-    def on_webgpu(self, folder: Path) -> Digits:
-        """The same, exported for WebGPU into ``folder``; labels are int32 there."""
-        shapes = {name: array.shape for name, array in self.feeds[0].items()}
-        made = self.main.export_training(folder / "webgpu", amp.WebGPUPlace(), shapes, scope=self.start)
-        feeds = [{**feed, "label": feed["label"].astype(np.int32)} for feed in self.feeds]
-        return replace(self, folder=made, data=batches(folder / "webgpu.safetensors", feeds))
 
     def run(self, first: int, last: int, scope: amp.Scope) -> np.ndarray:
         """The losses of steps first … last - 1 under the executor."""

@@ -68,28 +68,28 @@ def main() -> int:
     for name, compiled in {"C++": cpp, "C#": csharp, "Java": java}.items():
         (options.folder / f"compiled_{name}").mkdir()
         commands[name] = compiled(options.folder / f"compiled_{name}")
-    runs = {name: (command, step) for name, command in commands.items() if command}
+    runs = {name: command for name, command in commands.items() if command}
     with contextlib.ExitStack() as stack:
         if browser():
-            runs["Chromium, wasm"] = browser(), step
+            runs["Chromium, wasm"] = browser()
             if isinstance(found := software_webgpu(options.folder / "chromium"), dict):
                 stack.enter_context(mock.patch.dict(os.environ, found))
-                runs["Chromium, WebGPU"] = webgpu(), step.on_webgpu(options.folder)
+                runs["Chromium, WebGPU"] = webgpu()
         table(step, runs, options)
     return 0
 
 
-def table(step: Digits, runs: dict[str, tuple[list[str], Digits]], options: argparse.Namespace) -> None:
+def table(step: Digits, runs: dict[str, list[str]], options: argparse.Namespace) -> None:
     print("| runner | losses beside the executor's | beside bare Python's | in parts: losses | state | seconds |")
     print("|---|---|---|---|---|---|")
     plain = step.losses
-    for name, (command, own) in runs.items():
+    for name, command in runs.items():
         folder, start = options.folder / name.replace(" ", "_"), time.monotonic()
         folder.mkdir()
-        found = losses(trained(command, own.folder, own.data, options.steps, folder / "end"), step.loss)
+        found = losses(trained(command, step.folder, step.data, options.steps, folder / "end"), step.loss)
         seconds = time.monotonic() - start
         plain = found if name == "bare Python" else plain
-        parts, scope = moved(own, command, folder)
+        parts, scope = moved(step, command, folder)
         told = [apart(found, step.losses), apart(found, plain), apart(parts, step.losses), ends(step, scope)]
         print(f"| {name} | {' | '.join(told)} | {seconds:.1f} |")
 
