@@ -182,13 +182,11 @@ class Program(Graph):
         gradient accumulation ``accumulate.onnx`` (a run inside of a window), the state as a checkpoint
         (``state.safetensors``, ``meta.json``) and ``manifest.json``, which says how they fit together; see
         docs/exported_steps.md, and ``demo/runners`` for programs that train with it. ``amp.load_checkpoint`` reads the
-        checkpoints that these save, and they those of ``amp.save_checkpoint``. It appears whole or not at all. With
-        several places one folder trains on each of them: models of a place (``train.webgpu.onnx``), one state.
+        checkpoints that these save, and they those of ``amp.save_checkpoint``. It appears whole or not at all.
 
         Args:
             folder: a new one, an empty one, or with ``overwrite`` one that holds an exported step.
-            place: what the step is lowered for, as by :meth:`lower`; no GPU is needed. Or a list of places of
-                different kinds; who trains takes the first, or names another.
+            place: what the step is lowered for, as by :meth:`lower`; no GPU is needed. Or several, which share a state.
             feed_shapes: the shapes of feeds whose declared shape is not fixed; ``eval_shapes`` and ``infer_shapes``
                 those of ``eval.onnx`` and ``infer.onnx``, where they differ.
             outputs: what ``infer.onnx`` gives, and ``eval.onnx`` beside the loss. By default the test program's
@@ -196,8 +194,7 @@ class Program(Graph):
             fetch_list: what ``train.onnx`` gives beside the losses, ``found_inf`` and scheduled learning rates.
             test_program: what evaluates and infers, with the same names of state; by default ``clone(for_test=True)``.
             scope: holds the state (default: the global one), as after the startup program and ``amp_init``.
-            portable: the step for CPU has the same bits under every build of onnxruntime (x86, wasm), not those of
-                the executor.
+            portable: on CPU, the same bits under every build of onnxruntime (x86, wasm), not those of the executor.
 
         Raises:
             OrderError: the program has no training step. ScopeError: the scope lacks state, or holds another type.

@@ -166,8 +166,8 @@ def test_named_attributes_are_there(page: Path) -> None:
     assert not missing
 
 
-#: Options in the pages that belong to other programs: the demos, npm.
-OTHERS = {"--data", "--vocab", "--ignore-scripts", "--web"}
+#: Options in the pages that belong to other programs: the demos and runners, npm.
+OTHERS = {"--data", "--vocab", "--ignore-scripts", "--web", "--provider"}
 
 
 def test_named_options_are_there(capsys: pytest.CaptureFixture[str]) -> None:
