@@ -165,18 +165,27 @@ def digits(steps: int, batch: int) -> list[dict[str, np.ndarray]]:
     return feeds
 
 
-def moved(step: Digits, command: Sequence[str], folder: Path) -> tuple[np.ndarray, amp.Scope]:
-    """The losses of a run in three parts and the state in its end: executor, runner, executor."""
-    count = len(step.feeds)
-    first, second = count // 3, 2 * count // 3
+def moved(
+    step: Digits, command: Sequence[str], folder: Path, python: Sequence[str] | None = None
+) -> tuple[np.ndarray, amp.Scope]:
+    """The losses of a run in three parts and the state in its end: executor, runner, executor.
+
+    With ``python``, a runner, in the place of the executor: a portable step has other bits there.
+    """
+    count, start, found = len(step.feeds), step.folder, []
+    for number, by in enumerate((python, command, python)):
+        first, last = (number * count // 3, (number + 1) * count // 3)
+        to = folder / f"part_{number}"
+        if by is None:
+            scope = amp.Scope()
+            assert amp.load_checkpoint(start, step.main, scope).exact
+            found.append(step.run(first, last, scope))
+            amp.save_checkpoint(to, step.main, scope, step=last)
+            start = to / f"step_{last:08d}"
+        else:
+            found.append(losses(trained(by, step.folder, step.data, last - first, to, start), step.loss))
+            start = to
     scope = amp.Scope()
-    amp.load_checkpoint(step.folder, step.main, scope)
-    found = [step.run(0, first, scope)]
-    amp.save_checkpoint(folder / "before", step.main, scope, step=first)
-    start = folder / "before" / f"step_{first:08d}"
-    there = trained(command, step.folder, step.data, second - first, folder / "after", start)
-    scope = amp.Scope()
-    loaded = amp.load_checkpoint(folder / "after", step.main, scope)
-    assert loaded.exact and loaded.step == second
-    found += [losses(there, step.loss), step.run(second, count, scope)]
+    loaded = amp.load_checkpoint(start, step.main, scope)
+    assert loaded.exact and loaded.step == count
     return np.concatenate(found), scope

@@ -3,7 +3,8 @@
 
     python -m tests.tools.runners_run FOLDER [--steps 100] [--batch 64] [--python PYTHON] [--portable]
 
-Each runner trains with the folder, and once more in three parts: executor, runner, executor. PYTHON is an interpreter with
+Each runner trains with the folder, and once more in three parts: executor, runner, executor; where it is portable, bare Python
+in the place of the executor, which has other bits. PYTHON is an interpreter with
 safetensors and an onnxruntime, of the version of npm's packages for a comparison by bits. Prints how far losses are from
 the executor's and from those of PYTHON, and how far the run in parts ends from the one that was not broken. AMP_BROWSER, a
 Chromium, adds it with wasm, and with WebGPU where Mesa's software Vulkan is; AMP_RUNNERS_HEADERS and AMP_RUNNERS_BINDINGS, what
@@ -38,10 +39,10 @@ def apart(found: np.ndarray, expected: np.ndarray) -> str:
     return f"{np.nanmax(different):.1e}, from step {np.nonzero(different)[0][0] + 1}"
 
 
-def ends(step: Digits, scope: amp.Scope) -> str:
-    """How far state is from that of the executor."""
+def ends(step: Digits, scope: amp.Scope, whole: amp.Scope) -> str:
+    """How far state is from that of the run that was not broken."""
     names = [v.name for v in step.main.variables if v.persistable]
-    pairs = [(scope.find_var(name), step.end.find_var(name)) for name in names]
+    pairs = [(scope.find_var(name), whole.find_var(name)) for name in names]
     if all(one.tobytes() == other.tobytes() for one, other in pairs):
         return "bits equal"
     return f"{max(float(np.abs(one.astype(np.float64) - other).max()) for one, other in pairs):.1e}"
@@ -82,15 +83,19 @@ def main() -> int:
 def table(step: Digits, runs: dict[str, list[str]], options: argparse.Namespace) -> None:
     print("| runner | losses beside the executor's | beside bare Python's | in parts: losses | state | seconds |")
     print("|---|---|---|---|---|---|")
-    plain = step.losses
+    plain, end, python = step.losses, step.end, runs["bare Python"] if options.portable else None
     for name, command in runs.items():
         folder, start = options.folder / name.replace(" ", "_"), time.monotonic()
         folder.mkdir()
         found = losses(trained(command, step.folder, step.data, options.steps, folder / "end"), step.loss)
         seconds = time.monotonic() - start
-        plain = found if name == "bare Python" else plain
-        parts, scope = moved(step, command, folder)
-        told = [apart(found, step.losses), apart(found, plain), apart(parts, step.losses), ends(step, scope)]
+        if name == "bare Python":
+            plain = found
+            if python:
+                amp.load_checkpoint(folder / "end", step.main, end := amp.Scope())
+        parts, scope = moved(step, command, folder, python)
+        whole = plain if python else step.losses
+        told = [apart(found, step.losses), apart(found, plain), apart(parts, whole), ends(step, scope, end)]
         print(f"| {name} | {' | '.join(told)} | {seconds:.1f} |")
 
 
