@@ -1,5 +1,7 @@
 """Mixed and pure 16-bit precision for ONNX programs: rewriting, training and serving on stock onnxruntime."""
 
+import typing as _typing
+from importlib import import_module as _import_module
 from pathlib import Path as _Path
 
 _root = _Path(__file__).resolve().parent.parent
@@ -16,34 +18,16 @@ if not hasattr(_onnxruntime, "InferenceSession"):  # onnxruntime and onnxruntime
         "one was removed. Mend it: pip uninstall -y onnxruntime onnxruntime-gpu, then pip install onnxruntime-gpu"
     )
 
-from amp_transpiler import distributed, nn, ops, optimizer, regularizer
-from amp_transpiler.conversion.check_model import ModelCheck, check_model
-from amp_transpiler.conversion.converting import convert
-from amp_transpiler.conversion.leaving import Leaving
-from amp_transpiler.export.trained_model import write_trained_model
-from amp_transpiler.export.training_export import export_training as _export_training
-from amp_transpiler.finetune import FitOptions, FitResult, fit
-from amp_transpiler.finetune.prepare import prepare_training
+from amp_transpiler.ir.gc_pause import collector_paused as _collector_paused
+
+with _collector_paused(lasting=True):  # modules are no garbage, and to go through them again and again takes long
+    from amp_transpiler import distributed, nn, ops, optimizer, regularizer
 from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.context import fp16_guard, name_scope
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import gradient as register_gradient
 from amp_transpiler.lists.amp_lists import AutoMixedPrecisionLists
 from amp_transpiler.lists.paddle import paddle_attributes
-from amp_transpiler.monitor import (
-    CsvWriter,
-    Culprit,
-    GradientUnderflow,
-    JsonlWriter,
-    StepReports,
-    TensorBoardWriter,
-    Watch,
-    find_culprit,
-    gradient_underflow,
-    save_step,
-    step_state,
-    watch,
-)
 from amp_transpiler.nn import ParamAttr, create_parameter, custom_getter, data, float32_variable_storage_getter
 from amp_transpiler.nn.initializer import set_seed as seed
 from amp_transpiler.optimizer import (
@@ -90,8 +74,76 @@ from amp_transpiler.version import __version__ as __version__
 
 from amp_transpiler import mixed_precision, static  # isort: skip
 
-__getattr__ = paddle_attributes("amp_transpiler")
-_set_exporter(_export_training)
+if _typing.TYPE_CHECKING:
+    from amp_transpiler.conversion.check_model import ModelCheck, check_model
+    from amp_transpiler.conversion.converting import convert
+    from amp_transpiler.conversion.leaving import Leaving
+    from amp_transpiler.export.trained_model import write_trained_model
+    from amp_transpiler.finetune.fit import fit
+    from amp_transpiler.finetune.options import FitOptions
+    from amp_transpiler.finetune.prepare import prepare_training
+    from amp_transpiler.finetune.training_record import FitResult
+    from amp_transpiler.monitor import (
+        CsvWriter,
+        Culprit,
+        GradientUnderflow,
+        JsonlWriter,
+        StepReports,
+        TensorBoardWriter,
+        Watch,
+        find_culprit,
+        gradient_underflow,
+        save_step,
+        step_state,
+        watch,
+    )
+
+#: Rooms that not every program needs: loaded when one of their public names is first asked for.
+_LATER = {
+    "conversion.check_model": ("ModelCheck", "check_model"),
+    "conversion.converting": ("convert",),
+    "conversion.leaving": ("Leaving",),
+    "export.trained_model": ("write_trained_model",),
+    "finetune.fit": ("fit",),
+    "finetune.options": ("FitOptions",),
+    "finetune.prepare": ("prepare_training",),
+    "finetune.training_record": ("FitResult",),
+    "monitor": (
+        "CsvWriter",
+        "Culprit",
+        "GradientUnderflow",
+        "JsonlWriter",
+        "StepReports",
+        "TensorBoardWriter",
+        "Watch",
+        "find_culprit",
+        "gradient_underflow",
+        "save_step",
+        "step_state",
+        "watch",
+    ),
+}
+_homes = {name: f"{__name__}.{module}" for module, names in _LATER.items() for name in names}
+_rooms = {module.partition(".")[0] for module in _LATER}
+_of_paddle = paddle_attributes(__name__)
+
+
+def __getattr__(name: str) -> _typing.Any:
+    if name in _rooms:
+        return _import_module(f"{__name__}.{name}")
+    if name not in _homes:
+        return _of_paddle(name)
+    found = globals()[name] = getattr(_import_module(_homes[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_homes, *_rooms})
+
+
+_set_exporter(
+    lambda *args, **kwargs: _import_module(f"{__name__}.export.training_export").export_training(*args, **kwargs)
+)
 
 __all__ = [
     "AmpError",

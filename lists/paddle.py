@@ -50,7 +50,7 @@ def paddle_arguments(*tables: str) -> Callable[[Called], Called]:
 
     def carry(called: Called) -> Called:
         function = called.__init__ if isinstance(called, type) else called  # type: ignore[misc]
-        parameters = list(inspect.signature(function).parameters)
+        parameters = parameter_names(inspect.unwrap(function))
         entries: dict[str, Entry] = {}
         for table in tables:
             found = paddle_names()["arguments"].get(table)
@@ -94,11 +94,20 @@ def _keywords(function: Callable[..., Any]) -> Set[str]:
     own = getattr(function, "paddle_keywords", None)
     if own is not None:
         return cast(Set[str], own)
-    found = dict(inspect.signature(function, follow_wrapped=False).parameters)
-    if found.keys() >= {"args", "kwargs"} and hasattr(function, "__wrapped__"):
-        return _keywords(function.__wrapped__) | found.keys() - {"args", "kwargs"}
-    any_word = any(parameter.kind is parameter.VAR_KEYWORD for parameter in found.values())
-    return frozenset() if any_word else found.keys()
+    found = frozenset(parameter_names(function))
+    if found >= {"args", "kwargs"} and hasattr(function, "__wrapped__"):
+        return _keywords(function.__wrapped__) | found - {"args", "kwargs"}
+    return frozenset() if function.__code__.co_flags & inspect.CO_VARKEYWORDS else found
+
+
+def parameter_names(function: Callable[..., Any]) -> Sequence[str]:
+    """The parameters of a Python function, ``*args`` and ``**kwargs`` last.
+
+    ``inspect.signature`` takes twenty times as long, and hundreds of functions are asked while the package is imported.
+    """
+    code = function.__code__
+    more = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + more]
 
 
 def _ours(owner: str, entries: Mapping[str, Entry], given: Sequence[str], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx.reference
 
 from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.infer import evaluated
 from amp_transpiler.ir.types import HALF, ONNX_TYPES
 from amp_transpiler.ops.common import multiple, size_of
 
@@ -158,5 +158,4 @@ def _table(function: Function, reach: float, steps: float) -> np.ndarray[Any, An
     graph = onnx.helper.make_graph(e.nodes, "table", [given], [made], list(e.initializers.values()))
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", e.opset)])
     at = np.concatenate([np.arange(count + 1), np.arange(-count, 0)]) / steps
-    results: Any = onnx.reference.ReferenceEvaluator(model).run(None, {"x": at})
-    return np.asarray(results[0])
+    return evaluated(model, {"x": at})

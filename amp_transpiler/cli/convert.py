@@ -13,6 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from amp_transpiler.cli.check import check
+from amp_transpiler.cli.conversion_arguments import add_conversion_options as add_options
 from amp_transpiler.cli.terminal import complain, printable
 from amp_transpiler.conversion.auto import Stage
 from amp_transpiler.conversion.conversion_options import ConversionOptions
@@ -29,6 +30,8 @@ from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.onnx_out import save
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.budget import available_memory
+
+__all__ = ["add_options", "run"]
 
 #: Bytes from which on a conversion takes long enough for a progress bar.
 _LARGE = 100_000_000

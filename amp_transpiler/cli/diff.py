@@ -16,6 +16,13 @@ from amp_transpiler.program import Program
 _FEW = 5
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("before", metavar="A.onnx")
+    parser.add_argument("after", metavar="B.onnx")
+    parser.add_argument("--all", action="store_true", help="list every operator that changed, not the first few")
+
+
 def run(options: argparse.Namespace) -> int:
     """Print the differences: opset, inputs and outputs, precisions, casts, operators, weights."""
     before, after = Program.from_onnx(options.before), Program.from_onnx(options.after)

@@ -6,6 +6,7 @@ import argparse
 import difflib
 
 from amp_transpiler.cli import pass_tables
+from amp_transpiler.cli.conversion_arguments import add_precision_options
 from amp_transpiler.cli.terminal import printable, typed
 from amp_transpiler.conversion.conversion_options import ConversionOptions
 from amp_transpiler.conversion.converting import convert_with
@@ -18,6 +19,21 @@ from amp_transpiler.passes.view.names import label as plain_label
 from amp_transpiler.program import Program
 
 _EXAMPLES = 3
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("model", metavar="MODEL.onnx", nargs="?")
+    parser.add_argument("nodes", metavar="NODE", nargs="*", help="operator or tensor names, globs, or re:EXPRESSION")
+    add_precision_options(parser)
+    parser.add_argument(
+        "--passes",
+        metavar="PASSES",
+        nargs="?",
+        const="",
+        help="which passes of a list such as 'inline-functions,opset' change the model (without a list, of a "
+        "conversion's); without a model, every pass with what it does, and those of convert, decorate and lower",
+    )
 
 
 def run(options: argparse.Namespace) -> int:

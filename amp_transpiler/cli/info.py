@@ -17,6 +17,13 @@ from amp_transpiler.passes.view.kernel_faults import is_foreign, leaves
 from amp_transpiler.program import Program
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("model", metavar="MODEL.onnx")
+    cost.add_options(parser)
+    plan_ranks.add_options(parser)
+
+
 def run(options: argparse.Namespace) -> int:
     """Print operators by precision, casts, weights, inputs and outputs, what has no CUDA kernel, and costs."""
     program = Program.from_onnx(options.model)

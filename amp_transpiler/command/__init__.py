@@ -6,6 +6,7 @@ would it do to catch KeyboardInterrupt here: numpy and others make an ImportErro
 
 import os
 import signal
+import sys
 
 #: As in runtime/collective/mpi.py, which takes too long to import here.
 _RANKS = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -20,8 +21,10 @@ def _quit(number: int, frame: object) -> None:
 _usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else the caller has it ignored
 if _usual:
     signal.signal(signal.SIGINT, _quit)
-from amp_transpiler.cli import main
+from amp_transpiler.cli.main import COMMANDS, load, main
 
+for _command in COMMANDS.keys() & sys.argv[1:2]:
+    load(_command)
 if _usual:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

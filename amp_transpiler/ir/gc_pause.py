@@ -13,11 +13,12 @@ _unseen: list[int] = []
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
+def collector_paused(lasting: bool = False) -> Iterator[None]:
     """Such work makes many objects and no garbage; the collector would go through all of them again and again.
 
     Nor does it go through them at the end, where they are many: they count as old, as what it has been through. Once:
-    where it has not looked at what is old since, they and those before them are looked at first.
+    where it has not looked at what is old since, they and those before them are looked at first. ``lasting``: they stay
+    for good, as modules do, and count as old however few they are.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -25,17 +26,24 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if enabled:
-            if gc.get_count()[0] >= MANY and not gc.get_freeze_count():
-                _grow_old()
+            if not gc.get_freeze_count():
+                if lasting:
+                    _grow_old()
+                elif gc.get_count()[0] >= MANY:
+                    _grow_old_once()
             gc.enable()
 
 
 def _grow_old() -> None:
+    gc.freeze()
+    gc.unfreeze()  # into the oldest generation
+
+
+def _grow_old_once() -> None:
     full = gc.get_stats()[2]["collections"]
     if full in _unseen:
         gc.collect()
         _unseen.clear()
         return
-    gc.freeze()
-    gc.unfreeze()  # into the oldest generation
+    _grow_old()
     _unseen[:] = [full]

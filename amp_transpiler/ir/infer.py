@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx.reference
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.graph import Graph
@@ -332,6 +331,14 @@ def _propagate(op: Operator, values: list[np.ndarray | None], inferred: Any, env
         env.values[out.key] = result
 
 
+def evaluated(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The first output of a model in the reference evaluator, which raises whatever its operators do."""
+    from onnx.reference import ReferenceEvaluator  # noqa: PLC0415 - its import takes 20 ms, and few programs need it
+
+    results: Any = ReferenceEvaluator(model).run(None, dict(feeds))
+    return np.asarray(results[0])
+
+
 def fold(op: Operator, values: list[np.ndarray]) -> np.ndarray | None:
     """Run one small operator in the reference evaluator; None where that cannot."""
     names = iter(f"i{i}" for i in range(len(values)))
@@ -347,7 +354,6 @@ def fold(op: Operator, values: list[np.ndarray]) -> np.ndarray | None:
     opset = onnx.helper.make_opsetid(op.domain, op.program.opset(op.domain))
     model = onnx.helper.make_model(graph, opset_imports=[opset])
     try:
-        results: Any = onnx.reference.ReferenceEvaluator(model).run(None, feeds)
-        return np.asarray(results[0])
+        return evaluated(model, feeds)
     except Exception:  # the evaluator raises whatever its operator does; an unknown value is no error here
         return None

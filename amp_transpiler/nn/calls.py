@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 from amp_transpiler.errors import ArgumentTypeError
 from amp_transpiler.ir.nodes import Variable
-from amp_transpiler.lists.paddle import paddle_arguments
+from amp_transpiler.lists.paddle import paddle_arguments, parameter_names
 from amp_transpiler.nn.building import FLOATING, append, prefixed, variable
 
 Called = TypeVar("Called", bound=Callable[..., Any])
@@ -23,7 +23,7 @@ def function(*tables: str) -> Callable[[Called], Called]:
     """
 
     def carry(called: Called) -> Called:
-        parameters = inspect.signature(called).parameters
+        parameters = parameter_names(inspect.unwrap(called))
 
         @wraps(called)
         def call(*args: Any, name: str | None = None, **kwargs: Any) -> Any:

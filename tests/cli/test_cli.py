@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -155,3 +156,12 @@ def test_wrong_usage_is_status_2() -> None:
     assert done.value.code == 2
     with pytest.raises(amp.AmpError, match="expected one of pure, mixed, auto"):
         amp.convert("model.onnx", mode="fp16")
+
+
+def test_ctrl_c_while_a_command_is_loaded_is_quiet(monkeypatch, capsys):
+    def interrupted(command):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules[main.__module__], "load", interrupted)
+    assert main(["info", "m.onnx"]) == 130
+    assert "interrupted; nothing was written" in capsys.readouterr().err

@@ -31,6 +31,13 @@ def test_what_is_made_in_a_pause_counts_as_old_but_is_looked_at_the_next_time(mo
     assert dropped() is None
 
 
+def test_what_lasts_counts_as_old_however_few() -> None:
+    with collector_paused(lasting=True):
+        made: list[object] = [[] for _ in range(20)]
+    assert not {id(each) for each in made} & {id(each) for youth in (0, 1) for each in gc.get_objects(youth)}
+    assert gc.isenabled() and not gc.get_freeze_count()
+
+
 def test_few_objects_are_left_to_the_collector() -> None:
     gc.collect()
     with collector_paused():

@@ -1,5 +1,6 @@
 """The wheel holds every package of the checkout under its name."""
 
+import ast
 import importlib.metadata
 import os
 import subprocess
@@ -43,12 +44,22 @@ assert len(amp.AutoMixedPrecisionLists().white_list) > 3
 for module in (amp, amp_transpiler.ops, amp_transpiler.lists):
     print(module.__file__)
 """
+#: What only some programs need is not loaded, and is there nevertheless.
+SPARED = """
+import sys, amp_transpiler as amp
+rooms = ("conversion", "export", "finetune", "monitor")
+assert [name for name in sys.modules if name.startswith(tuple(f"amp_transpiler.{room}" for room in rooms))] == []
+assert {"onnx.reference", "scipy.optimize"}.isdisjoint(sys.modules)
+assert {*amp.__all__, *rooms} <= set(dir(amp))
+assert all(getattr(amp, name) is getattr(amp, name) for name in (*amp.__all__, *rooms))
+assert amp.monitor.Watch is amp.Watch and vars(amp)["convert"] is amp.conversion.converting.convert
+"""
 
 
-def imported_from(folder: Path) -> list[Path]:
+def imported_from(folder: Path, script: str = SCRIPT) -> list[Path]:
     """Where a fresh interpreter, standing in ``folder``, finds the package and its two outer subpackages."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [Path(line) for line in done.stdout.split()]
 
@@ -100,8 +111,17 @@ def test_ctrl_c_while_the_command_is_imported_is_quiet(tmp_path):
 
 def test_a_checkout_is_complete_beside_an_installed_package():
     """Standing in the clone, every part comes from the clone, whether a wheel is installed or not."""
-    files = imported_from(ROOT)
+    files = imported_from(ROOT, SPARED + SCRIPT)
     assert [file.parent for file in files] == [ROOT / "amp_transpiler", ROOT / "ops", ROOT / "lists"]
+
+
+def test_type_checkers_see_each_name_that_is_loaded_later():
+    import amp_transpiler as amp
+
+    tree = ast.parse(Path(str(amp.__file__)).read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+    seen = {each.module: {a.name for a in each.names} for each in block.body if isinstance(each, ast.ImportFrom)}
+    assert seen == {f"amp_transpiler.{module}": set(names) for module, names in amp._LATER.items()}
 
 
 def test_no_two_modules_of_the_package_have_the_same_name() -> None:

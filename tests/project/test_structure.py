@@ -22,8 +22,12 @@ def test_the_checkout_has_no_fault(measured: Structure) -> None:
 
 
 def test_types_alone_are_imported_where_the_data_type_is_recursive(measured: Structure) -> None:
-    """A graph holds operators, and these attributes, which hold graphs; nothing else needs such an import."""
-    found = {(each.importer, each.imported) for each in measured.imports if each.types}
+    """A graph holds operators, and these attributes, which hold graphs; nothing else needs such an import.
+
+    The package itself shows type checkers what it loads when it is asked for.
+    """
+    seen = [each for each in measured.imports if each.types and each.importer != "amp_transpiler"]
+    found = {(each.importer, each.imported) for each in seen}
     assert found == {
         ("amp_transpiler.ir.nodes", "amp_transpiler.ir.graph"),
         ("amp_transpiler.ir.attributes", "amp_transpiler.ir.graph"),
