@@ -25,8 +25,8 @@ SumRule = Callable[[Emitter, str, Mapping[str, Any], Sequence[Value | None], tup
 
 #: Positions up to which a sum is written out; longer ones are a Scan.
 _FEW = 4
-#: Lanes in which a kernel adds up beside each other.
-_LANES = 64
+#: By order of additions: the lanes in which a kernel adds up beside each other.
+LANES = {"lanes": 64, "128 lanes": 128, "256 lanes": 256}
 _RULES: dict[str, SumRule] = {}
 
 
@@ -71,10 +71,10 @@ def in_fours(e: Emitter, values: Sequence[Value], term: Term, shape: Sequence[in
     return in_turn(e, split, lambda *four: _written_out(e, four, term), shape)
 
 
-def in_lanes(e: Emitter, rows: Value, lanes: int = _LANES) -> Value:
+def in_lanes(e: Emitter, rows: Value, order: str = "lanes") -> Value:
     """[count, n] added up along the first axis: lanes in turn, then by halves. [n]."""
     count, width = size_of(rows)
-    lanes = min(count, lanes)
+    lanes = min(count, LANES[order])
     rounds = -(-count // lanes)
     if rounds * lanes > count:
         rows = padded(e, rows, [0, 0], [rounds * lanes - count, 0])
@@ -95,7 +95,7 @@ def _rows(e: Emitter, value: Value, start: int, end: int) -> Value:
 def _in_128_lanes(e: Emitter, values: Sequence[Value], term: Term, shape: Sequence[int]) -> Value:
     """The sum of a pool's windows."""
     rows = e.reshape(values[0], (size_of(values[0])[0], math.prod(shape)))
-    return e.reshape(in_lanes(e, rows, 128), shape)
+    return e.reshape(in_lanes(e, rows, "128 lanes"), shape)
 
 
 _ORDERS = {"in turn": in_turn, "fours": in_fours, "128 lanes": _in_128_lanes}
@@ -252,7 +252,8 @@ def _reduced(type_: str) -> None:
         count = math.prod(size_of(x)[axis] for axis in axes)
         kept = [axis for axis in range(rank) if axis not in axes]
         x = _BEFORE[type_](e, x) if type_ in _BEFORE else x
-        total = in_lanes(e, e.reshape(e.transpose(x, [*axes, *kept]), (count, math.prod(shape)))) if axes else x
+        rows = e.reshape(e.transpose(x, [*axes, *kept]), (count, math.prod(shape)))
+        total = in_lanes(e, rows, order) if axes else x
         total = e.reshape(total, shape)
         return _AFTER[type_](e, total, count) if type_ in _AFTER else total
 

@@ -156,4 +156,11 @@ CASES: list[tuple[str, dict[str, Array], dict[str, Any], Callable[..., Array]]] 
         _simplified_layer_norm,
     ),
     ("AveragePool", {"x": _X}, {"kernel_shape": [3, 3]}, lambda x: in_turn(_windows(x, 3)) / np.float16(9)),
+    ("ReduceSum", {"x": half(3, 5, 300)}, {"keepdims": 0}, lambda x: lanes(x.reshape(-1), 256)),
+    (
+        "ReduceMean",
+        {"x": half(1, 700, 1), "axes": np.array([1, 2])},
+        {},
+        lambda x: lanes(x.reshape(1, 1, 1, -1), 256) / np.float16(700),
+    ),
 ]

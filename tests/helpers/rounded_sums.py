@@ -40,7 +40,13 @@ def lanes(summands: Array, width: int = 64) -> Array:
     return total[..., 0]
 
 
-ORDERS = {"in turn": in_turn, "fours": fours, "lanes": lanes, "128 lanes": partial(lanes, width=128)}
+ORDERS = {
+    "in turn": in_turn,
+    "fours": fours,
+    "lanes": lanes,
+    "128 lanes": partial(lanes, width=128),
+    "256 lanes": partial(lanes, width=256),
+}
 
 
 def products(a: Array, b: Array) -> Array:

@@ -21,6 +21,13 @@ _CONTRIB = "com.microsoft"
 
 def run(operator: str, feeds: Mapping[str, Array], /, domain: str = "", **attrs: Any) -> Array:
     """The first result of one operator on the device; integers become constants. The session refuses the CPU."""
+    return kernel(operator, feeds, domain, **attrs)(feeds)
+
+
+def kernel(
+    operator: str, feeds: Mapping[str, Array], /, domain: str = "", **attrs: Any
+) -> Callable[[Mapping[str, Array]], Array]:
+    """The same for feeds of these shapes."""
     inputs = [
         helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(each.dtype), each.shape)
         for name, each in feeds.items()
@@ -32,7 +39,8 @@ def run(operator: str, feeds: Mapping[str, Array], /, domain: str = "", **attrs:
     opsets = [helper.make_opsetid("", _OWN.get(operator, 18)), helper.make_opsetid(_CONTRIB, 1)]
     graph = helper.make_graph([node], "kernel", inputs, [made], constants)
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    return np.asarray(session(model, strict=True).run(None, {each.name: feeds[each.name] for each in inputs})[0])
+    made_of = session(model, strict=True)
+    return lambda feeds: np.asarray(made_of.run(None, {each.name: feeds[each.name] for each in inputs})[0])
 
 
 @dataclass(frozen=True)
@@ -125,6 +133,16 @@ def _reduce(operator: str, first: bool = False) -> Callable[..., Array]:
     return add
 
 
+def _to_one(operator: str) -> Callable[..., Array]:
+    """The reduction of each row by itself."""
+
+    def add(rows: Array) -> Array:
+        to_one = kernel(operator, {"x": rows[0]}, keepdims=0)
+        return np.array([to_one({"x": row}) for row in rows], np.float64)
+
+    return add
+
+
 def _pool(operator: str, side: int, **attrs: Any) -> Callable[..., Array]:
     def add(rows: Array) -> Array:
         x = rows.reshape(-1, 1, side, side)  # few at a time: of many results other kernels may add up otherwise
@@ -148,6 +166,7 @@ def _scattered(rows: Array) -> Array:
 PRODUCTS = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum"})
 _FOURS = "b transposed, vectors of four"
 _FEW_LARGE = "large windows, few results"
+ONE = "one result"
 SUMS = (
     *(Sum("MatMul", f"MatMul, width {n}, {k}", k, _matmul(n)) for n, k in ((64, 64), (8, 96), (7, 63), (4, 5), (3, 4))),
     *(Sum("MatMul", f"MatMul, {m} rows at once", 64, _matmul(64, (), m)) for m in (1, 3, 8, 64)),
@@ -168,6 +187,7 @@ SUMS = (
     Sum("Einsum", "Einsum", 64, _einsum),
     *(Sum("ReduceSum", f"ReduceSum of {k}, {f}", k, _reduce("ReduceSum", f)) for k in (5, 60, 64, 300) for f in (0, 1)),
     *(Sum("ReduceMean", f"ReduceMean of {k}", k, _reduce("ReduceMean")) for k in (60, 64, 256)),
+    Sum("ReduceSum", "ReduceSum of 260 to one number", 260, _to_one("ReduceSum"), ONE),
     Sum("GlobalAveragePool", "GlobalAveragePool", 64, _pool("GlobalAveragePool", 8)),
     Sum("GlobalAveragePool", "GlobalAveragePool of 144", 144, _pool("GlobalAveragePool", 12), _FEW_LARGE),
     Sum("AveragePool", "AveragePool", 16, _pool("AveragePool", 4, kernel_shape=[4, 4])),

@@ -22,7 +22,7 @@ import numpy as np
 import onnxruntime
 
 from tests.helpers.rounded_sums import ORDERS as ROUNDED
-from tests.helpers.rounding_kernels import AXIS, KERNELS, PRODUCTS, SUMS, SUMS_OF_FUNCTIONS, Sum, run, worth
+from tests.helpers.rounding_kernels import AXIS, KERNELS, ONE, PRODUCTS, SUMS, SUMS_OF_FUNCTIONS, Sum, run, worth
 
 FILE = Path(__file__).parents[2] / "lists" / "roundings.toml"
 #: The large number, and what it swallows: of 2,048 tiny ones no sum is half a step of it.
@@ -37,7 +37,7 @@ _HEAD = """\
 #   "in turn"  each summand is added to the sum of those before it; of a convolution the channels of a kernel position
 #              come before its next position
 #   "fours"    sums of four, in turn, are added in turn
-#   "lanes"    64 sums of every 64th summand, in turn, are added by halves; "128 lanes": 128 such sums
+#   "lanes"    64 sums of every 64th summand, in turn, are added by halves; "128 lanes", "256 lanes": as many
 # `where` names what else must hold of the operands; the first entry that holds counts.
 # `inside`: kernels that compute in 16 bit: their error is worth so many roundings of the result (mean squares; normal
 # operands). What is neither here nor there adds up and computes in fp32, or rounds once.
@@ -78,6 +78,7 @@ ORDERS = (
     Order("fours", _fours),
     Order("lanes", _lanes),
     Order("128 lanes", partial(_lanes, lanes=128)),
+    Order("256 lanes", partial(_lanes, lanes=256)),
 )
 
 
@@ -122,10 +123,12 @@ def orders() -> dict[str, dict[str, str]]:
             raise ValueError(f"{case.label}: adds {order}, and elsewhere {found[case.operator][case.where]}")
     for operator, (before, after) in SUMS_OF_FUNCTIONS.items():
         x = np.abs(np.random.default_rng(0).standard_normal((64, 300))).astype(np.float16)
-        made = run(operator, {"x": x, **AXIS}, keepdims=0)
-        fitting = [name for name, add in ROUNDED.items() if np.array_equal(made, after(add(before(x))))]
-        found[operator] = {"": fitting[0]}
-        print(f"{operator}: {fitting[0]}", file=sys.stderr)
+        of_rows = run(operator, {"x": x, **AXIS}, keepdims=0)
+        of_each = np.array([run(operator, {"x": row[None], **AXIS}, keepdims=0)[0] for row in x])
+        for where, made in (("", of_rows), (ONE, of_each)):
+            fitting = [name for name, add in ROUNDED.items() if np.array_equal(made, after(add(before(x))))]
+            found.setdefault(operator, {})[where] = fitting[0]
+            print(f"{operator}, {where or 'rows'}: {fitting[0]}", file=sys.stderr)
     return found
 
 

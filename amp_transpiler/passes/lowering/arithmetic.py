@@ -17,14 +17,13 @@ from amp_transpiler.ir.opdef import flops_of, traits_of
 from amp_transpiler.ir.result_shape import result_shape
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import faults, roundings
-from amp_transpiler.ops.rounded_sums import reduced_shape, sum_rule
+from amp_transpiler.ops.rounded_sums import LANES, reduced_shape, sum_rule
 from amp_transpiler.passes.view.kernel_faults import Call, fault_of
 
 #: As many roundings of its result may the error of a kernel be worth. A sum of products in turn has 1 for the products
 #: and 1/2 for each addition; with operands that were rounded too, 4 are 1.2 to 1.5 times the error of storing alone.
 #: Gradients of small convolutional nets were 8 and more times further off with 6: maxima and signs flip.
 MOST = 4.0
-_LANES = 64
 #: From so many elements on, and up to so many results, lanes share the windows of a pool.
 _LARGE_WINDOW, _FEW_RESULTS = 128, 2048
 _Shapes = Sequence[tuple[int, ...] | None]
@@ -73,8 +72,8 @@ def _worth(order: str, full_type: str, attrs: Mapping[str, Any], shapes: _Shapes
     count = summands(full_type, attrs, shapes, made)
     if count is None:
         return math.inf
-    if order == "lanes":
-        return -(-count // _LANES) / 2 + math.log2(max(min(count, _LANES), 1))
+    if order in LANES:
+        return -(-count // LANES[order]) / 2 + math.log2(max(min(count, LANES[order]), 1))
     return traits.product + (count / 2 if order == "in turn" else count / 8 + 1.5)
 
 
@@ -103,6 +102,11 @@ def _few_large(attrs: Mapping[str, Any], shapes: _Shapes, made: _Shapes) -> bool
     return math.prod(attrs.get("kernel_shape") or x[2:]) >= _LARGE_WINDOW and math.prod(result) <= _FEW_RESULTS
 
 
+def _to_one(attrs: Mapping[str, Any], shapes: _Shapes, made: _Shapes) -> bool:
+    """Of a reduction: to one number, on which a larger group of threads works."""
+    return made[0] is not None and math.prod(made[0]) == 1
+
+
 def _reads_fours(attrs: Mapping[str, Any], shapes: _Shapes, made: _Shapes) -> bool:
     """Of a Gemm that reads B along its rows: four at once, where sizes allow."""
     a, b = shapes[0], shapes[1]
@@ -114,6 +118,7 @@ def _reads_fours(attrs: Mapping[str, Any], shapes: _Shapes, made: _Shapes) -> bo
 _HOLDS: Mapping[str, Callable[[Mapping[str, Any], _Shapes, _Shapes], bool]] = {
     "": _always,
     "large windows, few results": _few_large,
+    "one result": _to_one,
     "b transposed, vectors of four": _reads_fours,
 }
 
