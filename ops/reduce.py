@@ -117,7 +117,8 @@ def cum_sum(e: Emitter, op: Operator, axis: Value, dy: Value) -> Grads:
 
 def _in_fp32(e: Emitter, op: Operator, x: Value, *axes: Value | None) -> Grads:
     """These multiply or exponentiate inside, and nobody says in which type."""
-    return [e.op(op.type, x, *axes, **{name: op.attrs[name] for name in op.attrs})]
+    x, dtype = x if e.emulates else e.f32(x), x.dtype
+    return [e.cast(e.op(op.type, x, *axes, **{name: op.attrs[name] for name in op.attrs}), dtype)]
 
 
 def _wide_inside(e: Emitter, op: Operator, x: Value, *axes: Value | None) -> Grads:
@@ -129,7 +130,7 @@ def _wide_inside(e: Emitter, op: Operator, x: Value, *axes: Value | None) -> Gra
 for _type in ("ReduceL1", "ReduceL2", "ReduceSumSquare"):
     lowering_rule(_type, native=True)(_wide_inside)
 for _type in ("ReduceLogSum", "ReduceLogSumExp", "ReduceProd"):
-    lowering_rule(_type)(_in_fp32)
+    lowering_rule(_type, native=True)(_in_fp32)
 
 for _how, _types in {
     "sum": ("ReduceSum", "ReduceL1"),

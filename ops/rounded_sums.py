@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import onnx
@@ -207,16 +208,20 @@ def _with_bias(e: Emitter, total: Value, bias: Value | None, shape: tuple[int, .
 
 
 # -- sums of one operand ---------------------------------------------------------------------------------
+def _rounded_once(type_: str, e: Emitter, x: Value) -> Value:
+    return e.cast(e.op(type_, e.cast(x, "float32"), shape=x.shape), x.dtype)
+
+
 _BEFORE: Mapping[str, Callable[[Emitter, Value], Value]] = {
     "ReduceL1": lambda e, x: e.Abs(x),
     "ReduceL2": lambda e, x: e.Mul(x, x),
-    "ReduceLogSumExp": lambda e, x: e.Exp(x),
+    "ReduceLogSumExp": partial(_rounded_once, "Exp"),
     "ReduceSumSquare": lambda e, x: e.Mul(x, x),
 }
 _AFTER: Mapping[str, Callable[[Emitter, Value, int], Value]] = {
     "ReduceL2": lambda e, x, count: e.Sqrt(x),
-    "ReduceLogSum": lambda e, x, count: e.Log(x),
-    "ReduceLogSumExp": lambda e, x, count: e.Log(x),
+    "ReduceLogSum": lambda e, x, count: _rounded_once("Log", e, x),
+    "ReduceLogSumExp": lambda e, x, count: _rounded_once("Log", e, x),
     "ReduceMean": lambda e, x, count: e.Div(x, e.like(count, x)),
 }
 

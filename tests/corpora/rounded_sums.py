@@ -163,4 +163,16 @@ CASES: list[tuple[str, dict[str, Array], dict[str, Any], Callable[..., Array]]] 
         {},
         lambda x: lanes(x.reshape(1, 1, 1, -1), 256) / np.float16(700),
     ),
+    (
+        "ReduceLogSum",
+        {"x": np.abs(half(40, 90)), "axes": np.array([1])},
+        {"keepdims": 0},
+        lambda x: _stored(np.log, lanes(x)),
+    ),
+    (
+        "ReduceLogSumExp",
+        {"x": half(40, 90), "axes": np.array([1])},
+        {"keepdims": 0},
+        lambda x: _stored(np.log, lanes(_stored(np.exp, x))),
+    ),
 ]
