@@ -102,12 +102,13 @@ class _Plain:
         for flat in joined:
             self._join(flat, by_name)
         updates = [port for flat in lowered.updates for port in (self._split(flat) if flat.segments else [flat])]
+        given = self._carried_out([*lowered.fetches, *updates])
         found = PlainModel(
             self.model,
             [self._carried_in(port) for port in lowered.feeds],
             [self._carried_in(port) for port in states],
-            self._carried_out(lowered.fetches),
-            self._carried_out(updates),
+            given[: len(lowered.fetches)],
+            given[len(lowered.fetches) :],
             list(lowered.scalars),
         )
         self.write()
@@ -197,18 +198,24 @@ class _Plain:
         return check_held(port.variable, port.holds if integers else port.dtype, self.program)
 
     def _carried_out(self, ports: Sequence[Port]) -> list[Port]:
+        """Outputs of the types that runtimes have; a tensor may be two variables, of two types."""
+        kinds = [self._carried(port) for port in ports]
+        plain = {port.tensor for port, kind in zip(ports, kinds, strict=True) if kind == port.dtype}
         made: dict[str, str] = {}
         found = []
-        for port in ports:
-            kind = self._carried(port)
+        for port, kind in zip(ports, kinds, strict=True):
             if kind != port.dtype and port.tensor not in made:
                 name = made[port.tensor] = self.fresh(f"{port.tensor}@{kind.upper()}")
-                info = self.outputs.pop(port.tensor)
+                info = onnx.ValueInfoProto()
+                info.CopyFrom(self.outputs[port.tensor])
                 self._retype(info, name, kind)
                 self.outputs[name] = info
                 to = ONNX_TYPES[kind]
                 self.after.append(onnx.helper.make_node("Cast", [port.tensor], [name], f"{name}/carried", to=to))
-            found.append(replace(port, tensor=made.get(port.tensor, port.tensor), dtype=kind, holds=""))
+            tensor = port.tensor if kind == port.dtype else made[port.tensor]
+            found.append(replace(port, tensor=tensor, dtype=kind, holds=""))
+        for tensor in made.keys() - plain:
+            del self.outputs[tensor]
         return found
 
     @staticmethod
