@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import onnx
 
 from amp_transpiler.ir.emitter import Emitter, Value
@@ -265,6 +266,36 @@ def _reduced(type_: str) -> None:
 
 for _type in ("ReduceSum", "ReduceMean", "ReduceSumSquare", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp"):
     _reduced(_type)
+
+
+@rounded_sum("CumSum")
+def _cumulative(
+    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
+) -> Value | None:
+    """Each sum begins with its first summand, also of those that go to the end of the axis."""
+    x, at = inputs[0], inputs[1]
+    if x is None or at is None or at.name not in e.initializers or not math.prod(shape):
+        return None
+    axis = int(onnx.numpy_helper.to_array(e.initializers[at.name]).item()) % len(shape)
+    turned = [axis, *(i for i in range(len(shape)) if i != axis)]
+    count, last = shape[axis], int(bool(attrs.get("exclusive")))
+    rows = e.reshape(e.transpose(x, turned), (count, math.prod(shape) // count))
+    width, zero = size_of(rows)[1], e.like(0, rows)
+    if attrs.get("reverse"):
+        begins = e.const(np.arange(count)[:, None] + last)
+
+        def summand(row: Value, at: Value) -> Value:
+            return e.Where(e.GreaterOrEqual(at, begins, shape=(count, 1)), row, zero, shape=(count, width))
+
+        sums = in_turn(e, [rows, e.ints(*range(count))], summand, (count, width))
+    else:
+        start, row = (e.zeros((width,), x.dtype), Value("", x.dtype, (width,)))
+        body, _ = e.graph("sum", [start, row], lambda total, at: [e.Add(total, at, shape=(width,))] * 2)
+        kept = padded(e, rows, [1, 0], [0, 0]) if last else rows
+        _, made = e.op("Scan", start, kept, outputs=2, dtype=x.dtype, body=body, num_scan_inputs=1)
+        sums = e.Slice(made, e.ints(0), e.ints(count), e.ints(0), shape=(count, width))
+    back = e.reshape(sums, [shape[i] for i in turned])
+    return e.transpose(back, [turned.index(i) for i in range(len(shape))])
 
 
 @rounded_sum("GlobalAveragePool")

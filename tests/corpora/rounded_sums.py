@@ -49,6 +49,14 @@ def _correlation(x: Array, w: Array, group: int = 1) -> Array:
     return total
 
 
+def _cumulative(x: Array, reverse: bool = False, exclusive: bool = False) -> Array:
+    """Along the last axis; each sum from its first summand on."""
+    rows, count = np.moveaxis(x, -1, 0), x.shape[-1]
+    spans = [(i + exclusive, count) if reverse else (0, i + 1 - exclusive) for i in range(count)]
+    zero = np.zeros_like(rows[:1])
+    return np.stack([in_turn(np.moveaxis(np.concatenate([zero, rows[a:b]]), 0, -1)) for a, b in spans], -1)
+
+
 def _stretched(x: Array, w: Array) -> Array:
     """Of a ConvTranspose with stride 2: X with zeros between, and the kernel turned around."""
     n, c, rows, columns = x.shape
@@ -174,5 +182,15 @@ CASES: list[tuple[str, dict[str, Array], dict[str, Any], Callable[..., Array]]] 
         {"x": half(40, 90), "axes": np.array([1])},
         {"keepdims": 0},
         lambda x: _stored(np.log, lanes(_stored(np.exp, x))),
+    ),
+    ("CumSum", {"x": half(7, 90), "axis": np.array(1)}, {}, _cumulative),
+    ("CumSum", {"x": half(5, 90, 2), "axis": np.array(-2)}, {}, lambda x: _cumulative(x.swapaxes(1, 2)).swapaxes(1, 2)),
+    ("CumSum", {"x": half(7, 90), "axis": np.array(1)}, {"exclusive": 1}, lambda x: _cumulative(x, exclusive=True)),
+    ("CumSum", {"x": half(7, 90), "axis": np.array(1)}, {"reverse": 1}, lambda x: _cumulative(x, reverse=True)),
+    (
+        "CumSum",
+        {"x": half(7, 90), "axis": np.array(1)},
+        {"reverse": 1, "exclusive": 1},
+        lambda x: _cumulative(x, reverse=True, exclusive=True),
     ),
 ]

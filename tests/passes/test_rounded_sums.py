@@ -91,10 +91,11 @@ def test_long_sums_are_widened(count: int, widens: bool) -> None:
         np.testing.assert_array_equal(emulated, in_turn(products(feeds["a"], feeds["b"])))
 
 
-def test_what_may_overflow_on_the_way_is_widened() -> None:
-    feeds = {"x": half(4, 5), "axes": np.array([1])}
-    types = [node.op_type for node in lower(_program("ReduceMean", feeds), "webgpu").model.graph.node]
-    assert types == ["Cast", "ReduceMean", "Cast"]
+@pytest.mark.parametrize(("operator", "axis"), [("ReduceMean", [1]), ("CumSum", 1)])
+def test_what_may_overflow_on_the_way_or_has_who_knows_how_many_summands_is_widened(operator: str, axis: Any) -> None:
+    feeds = {"x": half(4, 5), "axes": np.array(axis)}
+    types = [node.op_type for node in lower(_program(operator, feeds), "webgpu").model.graph.node]
+    assert types == ["Cast", operator, "Cast"]
 
 
 @pytest.mark.parametrize(("operator", "widened"), [("Exp", True), ("Sigmoid", False), ("Relu", False)])

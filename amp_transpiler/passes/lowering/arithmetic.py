@@ -81,7 +81,7 @@ def summands(full_type: str, attrs: Mapping[str, Any], shapes: _Shapes, made: _S
     """How many summands a sum or a sum of products has; None where that is not known."""
     traits = traits_of(*full_type.split("::")[::-1])
     flops, result, first = flops_of(*full_type.split("::")[::-1]), next(iter(made), None), next(iter(shapes), None)
-    if result is None or first is None:
+    if result is None or first is None or traits.over == "axis":  # the axis is not among the shapes
         return None
     if traits.product and flops is not None:
         return None if None in shapes[:2] else flops(attrs, shapes, made) / (2 * max(math.prod(result), 1))
