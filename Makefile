@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
+# The tests start hundreds of interpreters: what one has compiled the next need not, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
 SOURCES := $(sort $(shell find amp_transpiler ops lists -type f \( -name '*.py' -o -name '*.toml' -o -name '*.json' -o -path '*/report/page/*' -o -name py.typed \)))
 
