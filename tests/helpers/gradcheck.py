@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from amp_transpiler.ir.opdef import gradient_type, lookup
 from amp_transpiler.ir.types import HALF, numpy_dtype
 from amp_transpiler.program import Program
 from tests.helpers import on_places
-from tests.helpers.rules import OPSET, Array, as_model, emit, run_cpu, run_reference, tensor_info, typed_feeds
+from tests.helpers.rules import OPSET, Array, Reference, as_model, emit, run_cpu, tensor_info, typed_feeds
 
 Outputs = list[Array | None]
 #: Half a unit in the last place, relative: what one rounding may add.
@@ -61,19 +62,31 @@ class Case:
     domain: str = ""
     forward: Callable[..., Sequence[Array]] | None = None
     fixed: Sequence[int] = ()
+    _rules: dict[Any, Reference] = field(default_factory=dict, init=False, repr=False)
 
     def run(self, inputs: Sequence[Array | None]) -> list[Array]:
-        """The forward operator in float64."""
+        """The forward operator in float64, on inputs like the case's own."""
         if self.forward is not None:
             return [np.asarray(y) for y in self.forward(*inputs)]
-        names = ["" if a is None else f"x{i}" for i, a in enumerate(inputs)]
+        return self._operator.run({f"x{i}": a for i, a in enumerate(inputs) if a is not None})
+
+    @cached_property
+    def _operator(self) -> Reference:
+        names = ["" if a is None else f"x{i}" for i, a in enumerate(self.inputs)]
         outs = [f"y{i}" for i in range(self.outputs)]
         node = onnx.helper.make_node(self.type, names, outs, domain=self.domain, **self.attrs)
-        feeds = {n: a for n, a in zip(names, inputs, strict=True) if a is not None}
-        infos = [tensor_info(n, a.dtype.name, a.shape) for n, a in feeds.items()]
+        given = [(n, a) for n, a in zip(names, self.inputs, strict=True) if a is not None]
+        infos = [tensor_info(n, a.dtype.name, a.shape) for n, a in given]
         untyped = [onnx.helper.make_empty_tensor_value_info(n) for n in outs]
-        graph = onnx.helper.make_graph([node], "forward", infos, untyped)
-        return run_reference(as_model(graph), feeds)
+        return Reference(as_model(onnx.helper.make_graph([node], "forward", infos, untyped)))
+
+    def gradients(self, values: dict[str, Array]) -> list[Array]:
+        """The gradients in float64, by the rule; values of the same sizes have the same model."""
+        sizes = tuple(sorted((name, a.dtype.name, a.shape) for name, a in values.items()))
+        if sizes not in self._rules:
+            self._rules[sizes] = Reference(Gradient(self, "float64", values, self.wrt).model("reference"))
+        rule = self._rules[sizes]
+        return rule.run(typed_feeds(rule.model, values))
 
     def exists_in(self, dtype: str) -> bool:
         """Whether the forward operator has this 16-bit type at all (Sin has no bfloat16, Celu neither)."""
@@ -236,9 +249,7 @@ def check_gradient(
     if on_places.chosen() is None:
         expected = _check_float64(case, values, dys, limits["float64"], step, rng)
     else:
-        wide = Gradient(case, "float64", values, case.wrt)
-        model = wide.model("reference")
-        expected = run_reference(model, wide.feeds(model))
+        expected = case.gradients(values)
     _check_float32(case, values, expected, limits["float32"])
     for dtype in half:
         if case.exists_in(dtype):
@@ -248,9 +259,7 @@ def check_gradient(
 def _check_float64(
     case: Case, values: dict[str, Array], dys: Outputs, limit: float, step: float, rng: np.random.Generator
 ) -> list[Array]:
-    gradient = Gradient(case, "float64", values, case.wrt)
-    model = gradient.model("reference")
-    found = run_reference(model, gradient.feeds(model))
+    found = case.gradients(values)
     for slot, dx in zip(case.wrt, found, strict=True):
         what = f"{case.type} {case.attrs}: gradient of input {slot}, float64"
         assert dx.dtype == np.float64, f"{what}: came as {dx.dtype}; a constant has a fixed type"
@@ -261,7 +270,7 @@ def _check_float64(
         if len(case.wrt) > 1:
             alone = Gradient(case, "float64", values, [slot])
             model = alone.model("reference")
-            np.testing.assert_allclose(run_reference(model, alone.feeds(model))[0], dx, err_msg=what)
+            np.testing.assert_allclose(Reference(model).run(alone.feeds(model))[0], dx, err_msg=what)
     return found
 
 
@@ -274,8 +283,8 @@ def _check_float32(case: Case, values: dict[str, Array], expected: Sequence[Arra
         assert_near(dx, truth, limit, f"{case.type} {case.attrs}: gradient of input {slot}, float32")
 
 
-def _rounded(case: Case, dtype: str, rng: np.random.Generator) -> dict[str, Array]:
-    """Inputs, outputs and output gradients as a 16-bit program holds them."""
+def _rounded(case: Case, dtype: str, rng: np.random.Generator) -> Gradient:
+    """On inputs, outputs and output gradients as a 16-bit program holds them."""
     kind = numpy_dtype(dtype)
 
     def rounds(a: Array) -> Array:
@@ -286,19 +295,18 @@ def _rounded(case: Case, dtype: str, rng: np.random.Generator) -> dict[str, Arra
         for i, a in enumerate(case.inputs)
     ]
     values, _ = _values(case, inputs, rng)
-    held = {v.name: v.dtype for v in Gradient(case, dtype, values, case.wrt).forward.outputs if v is not None}
-    return {n: rounds(a) if held.get(n.removeprefix("d")) in HALF else a for n, a in values.items()}
+    gradient = Gradient(case, dtype, values, case.wrt)
+    held = {v.name: v.dtype for v in gradient.forward.outputs if v is not None}
+    gradient.values = {n: rounds(a) if held.get(n.removeprefix("d")) in HALF else a for n, a in values.items()}
+    return gradient
 
 
 def _check_half(case: Case, dtype: str, rng: np.random.Generator, limits: dict[str, float]) -> None:
-    values = _rounded(case, dtype, rng)
-    wide = Gradient(case, "float64", values, case.wrt)
-    model = wide.model("reference")
-    truth = run_reference(model, wide.feeds(model))
-    gradient = Gradient(case, dtype, values, case.wrt)
+    gradient = _rounded(case, dtype, rng)
+    truth = case.gradients(gradient.values)
     assert gradient.rule is not None
     unit = limits.get(dtype, 2 * ROUNDING[dtype])
-    lost = _lost_to_steps(case, values, truth, dtype) if gradient.rule.native else [0.0] * len(truth)
+    lost = _lost_to_steps(case, gradient.values, truth, dtype) if gradient.rule.native else [0.0] * len(truth)
 
     if on_places.chosen() is None:
         model = gradient.model("cpu")
@@ -327,10 +335,8 @@ def _lost_to_steps(case: Case, values: dict[str, Array], truth: Sequence[Array],
             name: a * (1 + ROUNDING[dtype] * draws.uniform(-1, 1, a.shape)) if a.dtype.kind == "f" else a
             for name, a in values.items()
         }
-        wide = Gradient(case, "float64", noisy, case.wrt)
-        model = wide.model("reference")
-        found = run_reference(model, wide.feeds(model))
-        moved += [np.mean((a - b) ** 2) if a.size else 0.0 for a, b in zip(found, truth, strict=True)]
+        again = case.gradients(noisy)
+        moved += [np.mean((a - b) ** 2) if a.size else 0.0 for a, b in zip(again, truth, strict=True)]
     return [6 * math.sqrt(m / 4) for m in moved]
 
 
@@ -347,7 +353,7 @@ def gradient_values(type_: str, inputs: Sequence[Any], **attrs: Any) -> list[Arr
     """The float64 gradients of the sum of the first output, for each float input."""
     gradient = _one(type_, inputs, "float64", attrs, None)
     model = gradient.model("reference")
-    return run_reference(model, gradient.feeds(model))
+    return Reference(model).run(gradient.feeds(model))
 
 
 def gradient_model(

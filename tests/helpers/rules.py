@@ -113,9 +113,20 @@ def typed_feeds(model: onnx.ModelProto, values: dict[str, Array]) -> dict[str, A
     }
 
 
+class Reference:
+    """A model in ONNX's reference evaluator, to run many times."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self.model, self._evaluator = model, ReferenceEvaluator(model, new_ops=CORRECTED)
+
+    def run(self, feeds: dict[str, Array]) -> list[Array]:
+        """Every output."""
+        return [np.asarray(y) for y in self._evaluator.run(None, feeds)]
+
+
 def run_reference(model: onnx.ModelProto, feeds: dict[str, Array]) -> list[Array]:
     """Every output, by ONNX's reference evaluator."""
-    return [np.asarray(y) for y in ReferenceEvaluator(model, new_ops=CORRECTED).run(None, feeds)]
+    return Reference(model).run(feeds)
 
 
 def run_cpu(model: onnx.ModelProto, feeds: dict[str, Array]) -> list[Array]:
