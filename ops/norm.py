@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.intervals import Interval, Ranges, biased, product
 from amp_transpiler.ir.metadata import SYNCHRONIZED
 from amp_transpiler.ir.nodes import Operator
@@ -241,10 +242,10 @@ def normalised_range(op: Operator, ranges: Ranges, axis: int) -> Interval | None
     read = op.input(0)
     if read is None or read.shape is None:
         return None
-    sizes = read.shape[axis if axis >= 0 else len(read.shape) + axis :]
-    if not all(isinstance(size, int) for size in sizes):
+    sizes = static(read.shape[axis if axis >= 0 else len(read.shape) + axis :])
+    if sizes is None:
         return None
-    largest = math.sqrt(prod(int(size or 0) for size in sizes))
+    largest = math.sqrt(prod(sizes))
     scale = ranges.bound(op.input(1))
     return biased(scale and product((-largest, largest), scale), op, ranges)
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.intervals import INF, Interval, RangeRule, Ranges, magnitude, same, same_or_zero, terms
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, lowering_rule, no_gradient, own, range_rule, traits
@@ -169,9 +170,10 @@ def _sum_range(op: Operator, ranges: Ranges) -> Interval | None:
 @range_rule("CumSum")
 def _cum_sum_range(op: Operator, ranges: Ranges) -> Interval | None:
     found, x = same_or_zero(op, ranges), op.input(0)
-    if found is None or x is None or x.shape is None or not all(isinstance(size, int) for size in x.shape):
+    shape = None if x is None else static(x.shape)
+    if found is None or shape is None:
         return None
-    longest = max((int(size or 0) for size in x.shape), default=1)
+    longest = max(shape, default=1)
     return found[0] * longest, found[1] * longest
 
 

@@ -24,7 +24,7 @@ from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.adjacency import CAPTURE
 from amp_transpiler.ir.annotate import annotate, refine
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import constant_array, infer_operator
+from amp_transpiler.ir.infer import constant_array, infer_operator, static
 from amp_transpiler.ir.nodes import Operator, Shape, Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.proto_residue import listed_inputs
@@ -274,7 +274,7 @@ class _Folding:
             dtype, shape = self.known[variable]
             if dtype not in _TYPES:
                 return True
-            if shape is None or not all(isinstance(d, int) for d in shape):
+            if shape is None or static(shape) is None:
                 if waits:
                     return False
                 if op.type not in _SELECTING:

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 
 from amp_transpiler.errors import AmpError
-from amp_transpiler.ir.infer import constant_array
+from amp_transpiler.ir.infer import constant_array, static
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.program import Program
@@ -147,10 +147,8 @@ def _free_shape(target: np.ndarray, read: Variable | None, made: Variable) -> li
         return None
     if read.shape[0] == sizes[0]:
         return [0, *sizes[1:]]
-    known = made.shape
-    if known is None or len(known) != len(sizes) or not all(isinstance(size, int) for size in known[1:]):
-        return None
-    return [-1, *(int(size) for size in known[1:] if isinstance(size, int))]
+    known = static(made.shape and made.shape[1:])
+    return None if known is None or len(known) != len(sizes) - 1 else [-1, *known]
 
 
 def _reached(inputs: list[Variable]) -> list[Operator]:

@@ -11,7 +11,7 @@ import onnx
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.contrib_types import contrib_types
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import Declared, from_type_proto, infer_operator
+from amp_transpiler.ir.infer import Declared, from_type_proto, infer_operator, static
 from amp_transpiler.ir.nodes import Operator, Shape, Variable
 from amp_transpiler.ir.onnx_inference import inferred_types, size_of
 from amp_transpiler.ir.onnx_out import weightless
@@ -91,7 +91,7 @@ def refine(variable: Variable, shape: Shape | None) -> None:
 
 def _known_sizes(shape: Shape | None) -> Shape | None:
     """A shape without the names that inference makes up."""
-    if shape is None or all(isinstance(size, int) for size in shape):
+    if shape is None or static(shape) is not None:
         return shape
     return tuple(None if isinstance(size, str) and size.startswith(_INVENTED) else size_of(size) for size in shape)
 

@@ -162,14 +162,14 @@ class Shapes:
 
     def shape(self, variable: Variable) -> tuple[int, ...]:
         """The concrete shape; GraphError naming the variable where it is not fixed."""
-        shape = self[variable][1]
-        if shape is None or not all(isinstance(d, int) for d in shape):
+        shape = static(self[variable][1])
+        if shape is None:
             made = f" (made by '{variable.producer.label}')" if variable.producer else ""
             raise GraphError(
-                f"the shape of '{variable.name}'{made} is not known before the run: {shape}. Training programs need "
-                "fixed shapes; give the shapes of all feeds, or take the operator off the training path"
+                f"the shape of '{variable.name}'{made} is not known before the run: {self[variable][1]}. Training "
+                "programs need fixed shapes; give the shapes of all feeds, or take the operator off the training path"
             )
-        return tuple(int(d) for d in shape)  # type: ignore[arg-type]
+        return shape
 
 
 class Declared:
@@ -290,7 +290,7 @@ Types = list[tuple[str | None, Shape | None] | None]
 def _of_branches(op: Operator, env: Shapes, declared: Types) -> Types:
     """What both branches of an If give, or the one that is known to be taken, where its outputs do not say their
     sizes themselves."""
-    if all(t is None or (t[1] is not None and all(isinstance(d, int) for d in t[1])) for t in declared):
+    if all(t is None or static(t[1]) is not None for t in declared):
         return declared
     condition = env.value(op.inputs[0]) if op.inputs[0] is not None else None
     branches = op.attrs.programs
@@ -312,8 +312,8 @@ def _propagate(op: Operator, values: list[np.ndarray | None], inferred: Any, env
         return
     if op.type == "Shape":
         source = op.inputs[0]
-        shape = env[source][1] if source is not None else None
-        if shape is not None and all(isinstance(d, int) for d in shape):
+        shape = static(env[source][1]) if source is not None else None
+        if shape is not None:
             start, end = op.attrs.get("start", 0), op.attrs.get("end", len(shape))
             env.values[out.key] = np.asarray(shape, np.int64)[start:end]
         return

@@ -7,8 +7,11 @@ training would break both: a filter that becomes negative makes the logarithm be
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.tensors import as_array
@@ -30,10 +33,8 @@ _MAGNITUDES = frozenset({"Add", "Sum", "Sqrt", "ReduceSum", "Pow"})
 def spectral(variable: Variable, uses: list[tuple[Operator, int]]) -> str:
     """As what constant of a spectrum a tensor with content is used: "a window", "a Fourier basis", "a filter bank"; or
     ""."""
-    shape = variable.shape or ()
-    if not shape or not all(isinstance(size, int) for size in shape) or not uses:
-        return ""
-    if int(np.prod([int(size or 0) for size in shape])) > _LARGE:
+    shape = static(variable.shape)
+    if not shape or not uses or math.prod(shape) > _LARGE:
         return ""
     if all(op.type == "Mul" and not op.domain and _meets_fourier(op.output(0)) for op, _ in uses):
         return "a window"

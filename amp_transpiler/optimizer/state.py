@@ -9,6 +9,7 @@ from typing import Any
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError
 from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.gc_pause import collector_paused
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import OWN, Operator, Variable
 from amp_transpiler.ir.opdef import slots_of
 from amp_transpiler.ir.rollback import unchanged_on_error
@@ -165,10 +166,10 @@ def initial_value(startup: Program, parameter: Variable) -> Variable:
 
 def static_shape(parameter: Variable) -> tuple[int, ...]:
     """The sizes of a float parameter; GraphError where they or its type are not those of one."""
-    shape = parameter.shape
-    if parameter.dtype not in FLOATS or shape is None or not all(isinstance(size, int) for size in shape):
+    shape = static(parameter.shape)
+    if parameter.dtype not in FLOATS or shape is None:
         raise GraphError(
-            f"parameter '{parameter.name}' has element type {parameter.dtype} and shape {shape}; "
+            f"parameter '{parameter.name}' has element type {parameter.dtype} and shape {parameter.shape}; "
             "a trainable parameter is a float tensor of fixed shape"
         )
-    return tuple(int(size) for size in shape)  # type: ignore[arg-type]
+    return shape

@@ -16,6 +16,7 @@ import onnx
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import lowering_rule, own
 from amp_transpiler.ir.types import FLOATS, HALF, numpy_dtype
@@ -44,9 +45,10 @@ def _target(op: Operator) -> tuple[str, str, tuple[int, ...]]:
     """Name, element type and fixed shape of the variable that is initialised."""
     variable = op.outputs[0]
     assert variable is not None and variable.dtype is not None
-    if variable.shape is None or not all(isinstance(d, int) for d in variable.shape):
+    shape = static(variable.shape)
+    if shape is None:
         raise GraphError(f"'{variable.name}' cannot be initialised: its shape {variable.shape} is not fixed")
-    return variable.name, variable.dtype, tuple(int(d) for d in variable.shape if d is not None)
+    return variable.name, variable.dtype, shape
 
 
 @lowering_rule(own("SeedInitializer"))

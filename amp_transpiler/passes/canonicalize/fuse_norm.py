@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import constant_array
+from amp_transpiler.ir.infer import constant_array, static
 from amp_transpiler.ir.metadata import FULL
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
@@ -146,7 +146,7 @@ def _found(last: Operator) -> _Norm | None:
         return None
     over_last = bool(axes) and axes == list(range(len(shape) - len(axes), len(shape)))
     size = shape[len(shape) - len(axes) :]
-    if not (over_last and _keeps(mean) and _keeps(variance)) or not all(isinstance(d, int) for d in size):
+    if not (over_last and _keeps(mean) and _keeps(variance)) or static(size) is None:
         return None
     if scale.shape != size or bias.shape != size or scale.dtype != x.dtype:
         return None

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import constant_array
+from amp_transpiler.ir.infer import constant_array, static
 from amp_transpiler.ir.metadata import NORM
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array
@@ -45,10 +45,10 @@ def write_as_norms(program: Graph, names: frozenset[str], keep: frozenset[Operat
         x = square.inputs[0]
         if x is None or x.dtype != "float32" or x.shape is None:
             continue
-        sizes = [x.shape[axis] for axis in axes]
-        if not all(isinstance(size, int) and size for size in sizes):
+        sizes = static(tuple(x.shape[axis] for axis in axes))
+        if sizes is None or 0 in sizes:
             continue
-        found = _Found(program, x, square, mean, axes, math.prod(int(s) for s in sizes if isinstance(s, int)))
+        found = _Found(program, x, square, mean, axes, math.prod(sizes))
         if not found.may_go(names, keep):
             continue
         count += found.rewrite_root() or found.rewrite_mean()

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.infer import static
 
 
 def given_shapes(call: str, program: Graph, given: Mapping[str, Sequence[int]] | None) -> dict[str, tuple[int, ...]]:
@@ -24,14 +25,14 @@ def given_shapes(call: str, program: Graph, given: Mapping[str, Sequence[int]] |
         if feed.name in shapes or not feed.readers or feed.dtype is None:
             continue
         declared = (None,) if feed.shape is None else feed.shape
-        known = tuple(sizes.get(d, d) if isinstance(d, str) else d for d in declared)
-        if not all(isinstance(d, int) for d in known):
+        known = static(tuple(sizes.get(d, d) if isinstance(d, str) else d for d in declared))
+        if known is None:
             shape_text = "an unknown shape" if feed.shape is None else f"shape {list(feed.shape)}"
             raise ArgumentError(
                 f"{call}: feed '{feed.name}' of program '{program.name}' has {shape_text}; give its "
                 f"size, as in feed_shapes={{'{feed.name}': (...)}}"
             )
-        shapes[feed.name] = known  # type: ignore[assignment]
+        shapes[feed.name] = known
     return shapes
 
 

@@ -5,13 +5,14 @@ or the operators of a program that was built by one rank, with the exchanges tha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import onnx
 
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.kernel_cost import tensor_bytes
 from amp_transpiler.ir.nodes import BACKWARD, FORWARD, OWN, Operator, Variable
 from amp_transpiler.ir.opdef import exchange_of
@@ -193,10 +194,10 @@ def _raw(gradient: Variable, scaled: Mapping[Variable | None, Variable | None]) 
 def size_of(counted: Counted, variable: Variable, dtype: str | None = None) -> int:
     """Bytes of a variable of a program that is lowered, in a type. ArgumentError where its shape is not known."""
     value = counted.lowered.tensors.get(variable.name)
-    shape: Sequence[object] | None = variable.shape if value is None or value.shape is None else value.shape
-    if shape is None or not all(isinstance(size, int) for size in shape):
+    shape = static(variable.shape) if value is None or value.shape is None else static(value.shape)
+    if shape is None:
         raise ArgumentError(
             f"plan: the shape of '{variable.name}' of program '{variable.program.name}' is not known; give the shapes "
             "of all feeds, as in feed_shapes={'x': (8, 3)}"
         )
-    return tensor_bytes((str(dtype or variable.dtype), tuple(shape)))  # type: ignore[arg-type]
+    return tensor_bytes((str(dtype or variable.dtype), shape))
