@@ -7,7 +7,6 @@ these dimensions are folded into the contracted one: one product, never a sum of
 from __future__ import annotations
 
 import math
-import string
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from amp_transpiler.ir.intervals import product as interval_product
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import SlotShapes, flops, gradient, range_rule, traits
 from amp_transpiler.ops.common import Grads, reshaped, shape_of, size_of, summed
+from amp_transpiler.ops.einsum import labels_of, sizes_of, unrepeated
 from amp_transpiler.ops.gpu_kernels import product
 
 
@@ -108,12 +108,9 @@ def einsum(e: Emitter, op: Operator, xs: list[Value], dy: Value) -> Grads:
 
     An operand that was broadcast along a label has size 1 there: it is read without that label.
     """
-    terms, result = _equation(op, [len(size_of(x)) for x in xs])
-    sizes: dict[str, int] = {}
-    for term, x in zip(terms, xs, strict=True):
-        for label, size in zip(term, size_of(x), strict=True):
-            sizes[label] = size if sizes.get(label, 1) == 1 else sizes[label]
-    read = [_labels(term, x, sizes) for term, x in zip(terms, xs, strict=True)]
+    terms, result = labels_of(str(op.attrs["equation"]), [len(size_of(x)) for x in xs])
+    sizes = sizes_of(terms, xs)
+    read = [unrepeated(term, x, sizes) for term, x in zip(terms, xs, strict=True)]
     values = [e.reshape(x, [sizes[label] for label in term]) for term, x in zip(read, xs, strict=True)]
     grads: list[Value | None] = []
     for i, term in enumerate(read):
@@ -151,25 +148,6 @@ def _spread(e: Emitter, value: Value, kept: str, term: str, sizes: dict[str, int
     if tuple(full) != value.shape:
         value = e.Expand(value, e.ints(*full), shape=full)
     return e.reshape(value, shape)
-
-
-def _labels(term: str, x: Value, sizes: dict[str, int]) -> str:
-    return "".join(k for k, size in zip(term, size_of(x), strict=True) if size == sizes[k])
-
-
-def _equation(op: Operator, ranks: list[int]) -> tuple[list[str], str]:
-    """The labels of each operand and of the result; the axes of an ellipsis get labels of their own."""
-    equation = str(op.attrs["equation"]).replace(" ", "")
-    left, arrow, result = equation.partition("->")
-    terms = left.split(",")
-    hidden = [rank - len(term) + 3 if "..." in term else 0 for term, rank in zip(terms, ranks, strict=True)]
-    free = [label for label in string.ascii_letters if label not in equation]
-    dots = free[: max(hidden)]
-    terms = [term.replace("...", "".join(dots[len(dots) - n :])) for term, n in zip(terms, hidden, strict=True)]
-    if arrow:
-        return terms, result.replace("...", "".join(dots))
-    letters = left.replace(".", "").replace(",", "")
-    return terms, "".join([*dots, *sorted(label for label in set(letters) if letters.count(label) == 1)])
 
 
 def _gemm_axes(op: Operator, rank: int) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ import onnx
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ops.common import padded, size_of
 from amp_transpiler.ops.conv import transposed_window
+from amp_transpiler.ops.einsum import labels_of, sizes_of
 from amp_transpiler.ops.pool import window_by_runtime, window_counts
 from amp_transpiler.ops.window import Window, window_by
 
@@ -140,6 +141,45 @@ def _gemm(
     if c is None:
         return total
     return e.Add(total, c if beta == 1 else e.Mul(c, e.like(beta, c)), shape=shape)
+
+
+@rounded_sum("Einsum")
+def _einsum(
+    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
+) -> Value | None:
+    """Sums go through their labels in the order of letters, the last one fastest."""
+    values = [v for v in inputs if v is not None]
+    terms, result = labels_of(str(attrs["equation"]), [len(size_of(v)) for v in values])
+    sizes = sizes_of(terms, values)
+    if 0 in sizes.values():
+        return None
+    summed = sorted(sizes.keys() - set(result))
+    laid = [_laid_out(e, v, term, summed, result, sizes) for v, term in zip(values, terms, strict=True)]
+
+    def product(*factors: Value) -> Value:
+        made = factors[0]
+        for factor in factors[1:]:
+            made = e.Mul(made, factor, shape=np.broadcast_shapes(size_of(made), size_of(factor)))
+        return made
+
+    return in_turn(e, laid, product, shape)
+
+
+def _laid_out(
+    e: Emitter, value: Value, term: str, summed: Sequence[str], result: str, sizes: Mapping[str, int]
+) -> Value:
+    """An operand with what is summed on the first axis, and an axis for each label of the result."""
+    if len(set(term)) < len(term):  # the diagonal
+        once, count = "".join(dict.fromkeys(term)), math.prod(size_of(value))
+        at = np.einsum(f"{term}->{once}", np.arange(count).reshape(size_of(value)))
+        value, term = e.Gather(e.reshape(value, (count,)), e.const(at), axis=0, shape=at.shape), once
+    own, every = dict(zip(term, size_of(value), strict=True)), [*summed, *result]
+    turned = e.transpose(value, [term.index(label) for label in every if label in own])
+    kept, whole = [own.get(label, 1) for label in result], [sizes[label] for label in summed]
+    apart = e.reshape(turned, [*(own.get(label, 1) for label in summed), *kept])
+    if size_of(apart) != (*whole, *kept):
+        apart = e.Expand(apart, e.ints(*whole, *kept), shape=(*whole, *kept))
+    return e.reshape(apart, (math.prod(whole), *kept))
 
 
 @rounded_sum("Conv")

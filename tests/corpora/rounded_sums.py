@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,21 @@ def _cumulative(x: Array, reverse: bool = False, exclusive: bool = False) -> Arr
     spans = [(i + exclusive, count) if reverse else (0, i + 1 - exclusive) for i in range(count)]
     zero = np.zeros_like(rows[:1])
     return np.stack([in_turn(np.moveaxis(np.concatenate([zero, rows[a:b]]), 0, -1)) for a, b in spans], -1)
+
+
+def _einsum(equation: str, *arrays: Array) -> Array:
+    """Labels that the result lacks in the order of letters, the last one fastest; products in turn."""
+    terms, result = equation.split("->")[0].split(","), equation.split("->")[1]
+    every = "".join([*sorted({*"".join(terms)} - {*result}), *result])
+    sizes = {label: n for term, x in zip(terms, arrays, strict=True) for label, n in zip(term, x.shape, strict=True)}
+    total = np.ones([sizes[label] for label in every], np.float16)
+    for term, x in zip(terms, arrays, strict=True):
+        if len({*term}) < len(term):
+            x, term = np.einsum(f"{term}->{''.join(dict.fromkeys(term))}", x), "".join(dict.fromkeys(term))
+        turned = x.transpose([term.index(label) for label in every if label in term])
+        total = total * turned.reshape([sizes[label] if label in term else 1 for label in every])
+    rows = total.reshape(-1, *(sizes[label] for label in result))
+    return in_turn(np.moveaxis(rows, 0, -1))
 
 
 def _stretched(x: Array, w: Array) -> Array:
@@ -192,5 +208,16 @@ CASES: list[tuple[str, dict[str, Array], dict[str, Any], Callable[..., Array]]] 
         {"x": half(7, 90), "axis": np.array(1)},
         {"reverse": 1, "exclusive": 1},
         lambda x: _cumulative(x, reverse=True, exclusive=True),
+    ),
+    *(
+        ("Einsum", dict(zip("abc", operands, strict=False)), {"equation": equation}, partial(_einsum, equation))
+        for equation, operands in (
+            ("bik,bjk->bij", (half(2, 5, 33), half(2, 7, 33))),
+            ("zky,kz->y", (half(5, 9, 8), half(9, 5))),
+            ("abc,cd,ade->be", (half(2, 3, 8), half(8, 5), half(2, 5, 4))),
+            ("ki,i->", (half(9, 20), half(20))),
+            ("i,j,i->ij", (half(9), half(7), half(9))),
+            ("iji,i->j", (half(19, 4, 19), half(19))),
+        )
     ),
 ]
