@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import onnx
@@ -11,6 +13,8 @@ import onnx
 from amp_transpiler.errors import GradientError
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
+
+_Item = TypeVar("_Item")
 
 #: Longer constants are made at run time.
 _LONG = 1 << 16
@@ -116,10 +120,38 @@ def padded_axis(e: Emitter, value: Value, axis: int, before: int, after: int) ->
     return padded(e, value, [before * i for i in at], [after * i for i in at])
 
 
-def integers(e: Emitter, op: Operator, slot: int, what: str) -> list[int] | None:
-    """The integers in input ``slot`` of a gradient operator, None where it is left out.
+def grouped(items: Sequence[_Item], most: int) -> list[Sequence[_Item]]:
+    """Neighbours in groups of ``most`` or fewer, or in ``most`` groups, of numbers that differ by one at most."""
+    count = min(-(-len(items) // most), most)
+    ends = [len(items) * number // count for number in range(count + 1)] if count else [0]
+    return [items[begin:end] for begin, end in itertools.pairwise(ends)]
 
-    GradientError where they are not known before the run.
+
+def pieces(e: Emitter, value: Value, axis: int, lengths: Sequence[int]) -> list[Value]:
+    """A value in pieces of these lengths along an axis: by a Split, or by a tree of them where one would make more than
+    its kernel takes."""
+    if len(lengths) == 1:
+        return [value]
+    groups = grouped(lengths, e.at.most_pieces or len(lengths))
+    made = [sum(group) for group in groups] if len(groups) > 1 else lengths
+    parts: Sequence[Value] = e.op("Split", value, e.ints(*made), outputs=len(made), dtype=value.dtype, axis=axis)
+    if len(groups) == 1:
+        return list(parts)
+    return [piece for part, group in zip(parts, groups, strict=True) for piece in pieces(e, part, axis, group)]
+
+
+def integers(e: Emitter, op: Operator, slot: int, what: str) -> list[int] | None:
+    """The integers in input ``slot`` of a gradient operator, as :func:`numbers`."""
+    known = numbers(e, op, slot, what)
+    return None if known is None else [int(number) for number in known]
+
+
+def numbers(
+    e: Emitter, op: Operator, slot: int, what: str, way: str = "take the operator off the training path"
+) -> np.ndarray | None:
+    """The numbers in input ``slot`` of a gradient operator, None where it is left out.
+
+    GradientError where they are not known before the run: ``way`` is what there is to do other than fix them.
     """
     variable = op.input(slot)
     if variable is None:
@@ -128,6 +160,6 @@ def integers(e: Emitter, op: Operator, slot: int, what: str) -> list[int] | None
     if known is None:
         raise GradientError(
             f"'{op.label}' needs the {what} ('{variable.name}') before the run, but they are computed in it. "
-            "Make them constant, or take the operator off the training path"
+            f"Make them constant, or {way}"
         )
-    return [int(number) for number in known.reshape(-1)]
+    return known.reshape(-1)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ops.common import padded, size_of
+from amp_transpiler.ops.common import padded, pieces, size_of
 from amp_transpiler.ops.place_bodies import Body, body, constant, given, integers_in
 
 #: What integers are divided by into two numbers that fp32 holds.
@@ -55,17 +55,6 @@ def _split(
     axis = int(attrs.get("axis", 0))
     made = pieces(e, e.cast(x, "int32") if truths else x, axis, [size_of(piece)[axis] for piece in results])
     return [e.cast(piece, "bool") for piece in made] if truths else made
-
-
-def pieces(e: Emitter, x: Value, axis: int, lengths: Sequence[int]) -> list[Value]:
-    """X in pieces of these lengths along an axis."""
-    most = e.at.most_pieces or len(lengths)
-    if len(lengths) <= most:
-        return list(e.op("Split", x, e.ints(*lengths), outputs=len(lengths), dtype=x.dtype, axis=axis))
-    size = -(-len(lengths) // most)
-    runs = [lengths[i : i + size] for i in range(0, len(lengths), size)]
-    parts = pieces(e, x, axis, [sum(run) for run in runs])
-    return [piece for part, run in zip(parts, runs, strict=True) for piece in pieces(e, part, axis, run)]
 
 
 @body("Slice")

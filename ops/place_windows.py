@@ -11,10 +11,10 @@ import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.types import FLOATS
-from amp_transpiler.ops.common import size_of, sliced
+from amp_transpiler.ops.common import pieces, size_of, sliced
 from amp_transpiler.ops.conv import transposed_window, without_tail
 from amp_transpiler.ops.place_bodies import body, given
-from amp_transpiler.ops.place_indices import gathered, pieces
+from amp_transpiler.ops.place_indices import gathered
 from amp_transpiler.ops.pool import window_by_runtime, window_counts
 from amp_transpiler.ops.rounded_sums import spread
 from amp_transpiler.ops.window import Window, window_by

@@ -16,7 +16,7 @@ from amp_transpiler.errors import GradientError
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, traits
-from amp_transpiler.ops.common import Grads, integers, shape_of, size_of
+from amp_transpiler.ops.common import Grads, integers, numbers, shape_of, size_of
 
 Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
@@ -84,7 +84,7 @@ def _axes(op: Operator, rank: int) -> list[int]:
 def _scales(e: Emitter, op: Operator, shape: tuple[int, ...], resized: tuple[int, ...]) -> dict[int, float]:
     """The scale of each axis that is resized; from the sizes where no scales are given."""
     axes = _axes(op, len(shape))
-    known = _floats(e, op, 1, "scales of Resize")
+    known = numbers(e, op, 1, "scales of Resize", "give sizes")
     if known is not None and known.size:
         return dict(zip(axes, (float(scale) for scale in known), strict=True))
     policy = op.attrs.get("keep_aspect_ratio_policy", "stretch")
@@ -95,24 +95,11 @@ def _scales(e: Emitter, op: Operator, shape: tuple[int, ...], resized: tuple[int
     return dict.fromkeys(axes, min(scales) if policy == "not_larger" else max(scales))
 
 
-def _floats(e: Emitter, op: Operator, slot: int, what: str) -> Array | None:
-    variable = op.input(slot)
-    if variable is None:
-        return None
-    known = e.known(variable)
-    if known is None:
-        raise GradientError(
-            f"'{op.label}' needs the {what} ('{variable.name}') before the run, but they are computed "
-            "in it. Make them constant, or give sizes"
-        )
-    return known.reshape(-1)
-
-
 def _region(e: Emitter, op: Operator, axis: int, rank: int) -> tuple[float, float] | None:
     """Start and end, as fractions of the axis, of the region that is cropped and resized."""
     if op.attrs.get("coordinate_transformation_mode", "half_pixel") != "tf_crop_and_resize":
         return None
-    known = _floats(e, op, 0, "region of Resize")
+    known = numbers(e, op, 0, "region of Resize", "give sizes")
     if known is None:
         raise GradientError(f"'{op.label}': coordinate_transformation_mode 'tf_crop_and_resize' needs an roi")
     axes = _axes(op, rank)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
@@ -77,7 +77,7 @@ def decorate(
             decorated already, a ``dtype`` that is not that of ``amp_lists``, a scaler beside numbers for another.
     """
     optimizers = _checked_optimizers(optimizer)
-    dtype = _half(dtype)
+    dtype = _one_of(HALF, "dtype", dtype, "'float16' or 'bfloat16'")
     if not isinstance(amp_lists, (AutoMixedPrecisionLists, type(None))):
         raise ArgumentTypeError(f"decorate: amp_lists is {amp_lists!r}; expected amp.AutoMixedPrecisionLists(...)")
     if amp_lists is not None and amp_lists.dtype != dtype:
@@ -110,6 +110,10 @@ def decorate(
         )
     if not is_whole(accumulate_steps) or accumulate_steps < 1:
         raise ArgumentError(f"decorate: accumulate_steps is {accumulate_steps!r}; expected an int from 1 on")
+    travels = dtype
+    if allreduce_precision is not None:
+        expected = "'float16', 'bfloat16', 'float32' or None"
+        travels = _one_of((*HALF, "float32"), "allreduce_precision", allreduce_precision, expected)
     decorated = OptimizerWithMixedPrecision(
         optimizers,
         amp_lists or AutoMixedPrecisionLists(dtype=dtype),
@@ -118,7 +122,7 @@ def decorate(
         use_pure_fp16 if use_fp16_guard is None else use_fp16_guard,
         Accumulation(int(accumulate_steps)) if accumulate_steps > 1 else None,
         numeric_guards,
-        dtype if allreduce_precision is None else _travels(allreduce_precision),
+        travels,
     )
     for each in optimizers:
         if use_pure_fp16 and not each.multi_precision:
@@ -126,25 +130,13 @@ def decorate(
     return decorated
 
 
-def _travels(precision: Any) -> str:
+def _one_of(types: Collection[str], argument: str, given: Any, expected: str) -> str:
     try:
-        name = element_type(precision)
+        name = element_type(given)
     except ArgumentError:
         name = ""
-    if name not in (*HALF, "float32"):
-        raise ArgumentError(
-            f"decorate: allreduce_precision is {precision!r}; expected 'float16', 'bfloat16', 'float32' or None"
-        )
-    return name
-
-
-def _half(dtype: Any) -> str:
-    try:
-        name = element_type(dtype)
-    except ArgumentError:
-        name = ""
-    if name not in HALF:
-        raise ArgumentError(f"decorate: dtype is {dtype!r}; expected 'float16' or 'bfloat16'")
+    if name not in types:
+        raise ArgumentError(f"decorate: {argument} is {given!r}; expected {expected}")
     return name
 
 

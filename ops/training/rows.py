@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import onnx
@@ -19,12 +19,12 @@ from amp_transpiler.ir.emitter import Emitter, Maker, Value
 from amp_transpiler.ir.flat import Rows
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import traits_of
+from amp_transpiler.ops.common import grouped, pieces
 
 #: Elements up to which launching a kernel costs more than what it moves.
 _FEW = 2**18
 #: Elements from which on moving them once more costs more than launching a kernel.
 _MUCH = 2**20
-_Piece = TypeVar("_Piece")
 #: Operators that make zeros of zeros, by which of their inputs are as large as what they make.
 _KEEPS_ZEROS = {
     "Cast": ([True],),
@@ -87,17 +87,10 @@ def _runs(pieces: Sequence[tuple[int, Any]], most: int) -> list[Sequence[tuple[i
     large = sorted((at for at in range(count) if pieces[at][0] >= _MUCH), key=lambda at: -pieces[at][0])
     for alone in range(min(len(large), most // 2), 0, -1):
         ends = [0, *itertools.chain.from_iterable((at, at + 1) for at in sorted(large[:alone])), count]
-        found = [run for begin, end in itertools.pairwise(ends) for run in _groups(pieces[begin:end], most)]
+        found = [run for begin, end in itertools.pairwise(ends) for run in grouped(pieces[begin:end], most)]
         if len(found) <= most:
             return found
-    return _groups(pieces, most)
-
-
-def _groups(pieces: Sequence[_Piece], most: int) -> list[Sequence[_Piece]]:
-    """Neighbours in groups of ``most`` or fewer, or in ``most`` groups, of numbers that differ by one at most."""
-    count = min(-(-len(pieces) // most), most)
-    ends = [len(pieces) * number // count for number in range(count + 1)] if count else [0]
-    return [pieces[begin:end] for begin, end in itertools.pairwise(ends)]
+    return grouped(pieces, most)
 
 
 def _constant(e: Emitter, rows: Rows, values: Sequence[Value], between: float) -> Value:
@@ -164,27 +157,15 @@ def parts(e: Emitter, rows: Rows, value: Value) -> list[Value]:
     ends = [*rows.offsets[1:], rows.size]
     gaps = [end - offset - size for offset, size, end in zip(rows.offsets, sizes, ends, strict=True)]
     lengths = [length for pair in zip(sizes, gaps, strict=True) for length in pair if length]
-    pieces = iter(_apart(e, value, lengths))
+    apart = iter(pieces(e, value, 1, lengths))
     found = []
     for size, gap, shape in zip(sizes, gaps, rows.shapes, strict=True):
-        piece = next(pieces)
+        piece = next(apart)
         found.append(e.reshape(Value(piece.name, piece.dtype, (1, size)), shape))
         if gap:
-            next(pieces)
+            next(apart)
     remember(e, found, value)
     return found
-
-
-def _apart(e: Emitter, value: Value, lengths: Sequence[int]) -> list[Value]:
-    """The pieces of a row, by a Split, or by a tree of them where one would make more than its kernel takes."""
-    if len(lengths) == 1:
-        return [value]
-    groups = _groups(lengths, e.at.most_pieces or len(lengths))
-    made = [sum(group) for group in groups] if len(groups) > 1 else lengths
-    pieces: Sequence[Value] = e.op("Split", value, e.ints(*made), outputs=len(made), dtype=value.dtype, axis=1)
-    if len(groups) == 1:
-        return list(pieces)
-    return [piece for part, group in zip(pieces, groups, strict=True) for piece in _apart(e, part, group)]
 
 
 def state_as(e: Emitter, value: Value, dtype: str) -> Value:

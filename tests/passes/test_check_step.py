@@ -26,6 +26,7 @@ from tests.corpora.check_step_corpus import (
     ungated_statistics,
 )
 from tests.helpers.programs import build
+from tests.helpers.scaler_rules import PRESETS
 from tests.helpers.sessions import session
 
 
@@ -39,24 +40,7 @@ def test_what_minimize_emits_is_accepted(pure: bool, optimizer: Any, dynamic: bo
 
 
 @pytest.mark.parametrize("pure", [False, True])
-@pytest.mark.parametrize(
-    "preset",
-    [
-        "fixed",
-        "paddle",
-        "exponential",
-        "torch",
-        "keras",
-        "tf_keras",
-        "apex",
-        "deepspeed",
-        "deepspeed_fused",
-        "megatron",
-        "jmp",
-        "mindspore",
-        "oneflow",
-    ],
-)
+@pytest.mark.parametrize("preset", PRESETS)
 def test_every_scaler_average_and_schedule_is_accepted(pure: bool, preset: str) -> None:
     program = built(pure, average=True, scaler=getattr(amp.LossScaler, preset)(max_bad_in_a_row=9))
     for place in (amp.CPUPlace(), amp.CUDAPlace(0)):
