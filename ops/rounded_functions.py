@@ -159,3 +159,24 @@ def _simplified_layer_norm(
     e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
 ) -> Value | None:
     return _normed(e, attrs, inputs, shape, centred=False)
+
+
+@rounded_sum("InstanceNormalization")
+def _instance_norm(
+    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
+) -> Value | None:
+    """A multiple and a shift of each channel in fp32, each rounded; the rest in 16 bit."""
+    x, scale, bias = inputs
+    if x is None or scale is None or bias is None or {v.dtype for v in (x, scale, bias)} != {x.dtype}:
+        return None
+    over, wide = e.ints(*range(2, len(shape))), e.cast(x, "float32")
+    kept, column = (*shape[:2], *[1] * (len(shape) - 2)), (shape[1], *[1] * (len(shape) - 2))
+    mean = e.ReduceMean(wide, over, keepdims=1, shape=kept)
+    squares = e.ReduceMean(e.Mul(wide, wide, shape=shape), over, keepdims=1, shape=kept)
+    epsilon = e.const(np.float32(attrs.get("epsilon", 1e-5)))
+    spread = e.Add(e.Sub(squares, e.Mul(mean, mean, shape=kept), shape=kept), epsilon, shape=kept)
+    inverse = e.Div(e.const(1, "float32"), e.Sqrt(spread, shape=kept), shape=kept)
+    factor, shift = (e.reshape(e.cast(v, "float32"), column) for v in (scale, bias))
+    factor = e.Mul(inverse, factor, shape=kept)
+    shift = e.Sub(shift, e.Mul(mean, factor, shape=kept), shape=kept)
+    return e.Add(e.Mul(x, e.cast(factor, x.dtype), shape=shape), e.cast(shift, x.dtype), shape=shape)

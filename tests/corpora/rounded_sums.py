@@ -123,6 +123,15 @@ def _simplified_layer_norm(x: Array, scale: Array) -> Array:
     return x * inverse.astype(np.float16) * scale
 
 
+def _instance_norm(x: Array, scale: Array, bias: Array) -> Array:
+    """A multiple and a shift of each channel in fp32, each rounded; the rest in 16 bit."""
+    wide, axes = x.astype(np.float32), tuple(range(2, x.ndim))
+    mean = wide.mean(axes, keepdims=True)
+    factor, shift = (v.astype(np.float32).reshape(-1, *[1] * len(axes)) for v in (scale, bias))
+    factor = factor / np.sqrt((wide * wide).mean(axes, keepdims=True) - mean * mean + np.float32(1e-5))
+    return x * factor.astype(np.float16) + (shift - mean * factor).astype(np.float16)
+
+
 _A, _B, _C = half(8, 64), half(64, 16), half(16)
 _X = half(2, 8, 9, 9)
 #: Operator, feeds, attributes, and the sum in numpy.
@@ -220,4 +229,6 @@ CASES: list[tuple[str, dict[str, Array], dict[str, Any], Callable[..., Array]]] 
             ("iji,i->j", (half(19, 4, 19), half(19))),
         )
     ),
+    ("InstanceNormalization", {"x": half(2, 5, 9, 9), "s": half(5), "b": half(5)}, {}, _instance_norm),
+    ("InstanceNormalization", {"x": half(1, 1, 300), "s": half(1), "b": half(1)}, {}, _instance_norm),
 ]
