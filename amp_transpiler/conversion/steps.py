@@ -33,9 +33,6 @@ CONSTRAINTS: Value[Constraints | None] = Value("constraints")
 #: What the minimum cut decided.
 ASSIGNMENT: Value[Assignment] = Value("assignment")
 
-#: In the reasons of operators that cannot run in 16 bit whatever the mode.
-_GAPS = (Kind.NO_KERNEL, Kind.NO_KERNEL_THERE, Kind.FAULT, Kind.NOT_TAKEN, Kind.NO_CAST)
-
 
 def constraints_of(program: Graph, options: ConversionOptions) -> Constraints | None:
     """What is known against 16 bit without running the program; None where mode and lists are taken literally."""
@@ -104,13 +101,15 @@ def check_names(program: Graph, options: ConversionOptions) -> None:
 
 def remarks(program: Graph, options: ConversionOptions) -> list[str]:
     """What there is to say of an assignment: what cannot run in 16 bit, and how much is proved."""
-    types = Counter(op.full_type for op in program.walk() if op.why is not None and op.why.kind in _GAPS)
-    listed = ", ".join(f"{name} ({count})" for name, count in sorted(types.items()))
-    title = place_traits(options.kind).title
-    where = (
-        f"without a {options.dtype} kernel on {title}, or {options.dtype} in their schema at opset {program.opset()}"
-    )
-    found = [f"{where}: {listed}"] if listed else []
+    title, dtype = place_traits(options.kind).title, options.dtype
+    types = dict[str, Counter[str]]()
+    for op in program.walk():
+        because = op.why and _because(op.why, title, dtype, program.opset())
+        if because:
+            types.setdefault(because, Counter())[op.full_type] += 1
+    found = []
+    for because, counts in sorted(types.items()):
+        found.append(f"{', '.join(f'{name} ({n})' for name, n in sorted(counts.items()))} stay float32: {because}")
     summed = sum(op.why is not None and op.why.kind in ROUNDED for op in program.walk())
     if summed:
         found.append(
@@ -124,6 +123,18 @@ def remarks(program: Graph, options: ConversionOptions) -> list[str]:
             "calibration data would tell"
         )
     return found
+
+
+def _because(why: Reason, title: str, dtype: str, opset: int) -> str:
+    """Why nothing runs an operator in 16 bit, whatever the mode, without its name; "" where something does."""
+    if why.kind in (Kind.NO_KERNEL, Kind.NO_KERNEL_THERE):
+        return f"{title} has no {dtype} kernel for them"
+    if why.kind in (Kind.NOT_TAKEN, Kind.NO_CAST):
+        return f"they do not take {dtype} at opset {opset}"
+    if why.kind is Kind.FAULT:
+        where, what = why.detail
+        return f"the {dtype} kernel of {title} is faulty for such operands ({where}): {what}"
+    return ""
 
 
 @dataclass(frozen=True)
