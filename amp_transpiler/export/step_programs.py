@@ -65,6 +65,9 @@ def step_programs(
     state = next((name for name in (*more, *found) if program.has_var(name) and program.var(name).persistable), None)
     if state is not None:
         raise ArgumentError(f"{CALL}: '{state}' is state, which is in the folder anyhow; leave it out")
+    given = next((name for name in found if test.var(name).producer is None), None)
+    if given is not None:
+        raise ArgumentError(f"{CALL}: outputs: nothing in program '{test.name}' computes '{given}'; leave it out")
     fetches = dict.fromkeys([*losses, *told, *more])
     return StepPrograms(program, step, tuple(fetches), told, losses, test, found)
 

@@ -3,7 +3,8 @@
 A bag of 20 ids for each of 512 examples, a table of width 16 with lazy Adam, two dense layers with Adam, one thread. The
 table has 10,000 rows, and 10,000,000; beside it torch's ``EmbeddingBag(sparse=True)`` with ``SparseAdam`` and ``Adam``, in
 an environment of its own. Times are process time, medians of the steps; programs run in turn. ``--sweep`` has other
-optimizers, widths and batches instead, in fp32; ``--apart`` tables in host memory beside the place, and tables dealt out
+optimizers, widths and batches instead, in fp32; ``--clicks`` the DeepFM of ``demo/recommender.py`` with its synthetic
+clicks, some ids of which are frequent and most rare; ``--apart`` tables in host memory beside the place, and tables dealt out
 among 2 and 4 ranks under mpiexec, of 256 examples each; ``--memory`` what state and step take, beside what
 ``memory_estimate`` says, and fails where they differ.
 """
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from tests.helpers.where import ROOT
 
 ROWS, WIDTH, BATCH, IDS, HIDDEN, STEPS = (10_000, 10_000_000), 16, 512, 20, 64, 30
 
@@ -96,6 +99,26 @@ def ours(rows: int, mode: str, name: str = "Adam", width: int = WIDTH, batch: in
         feed = feed_of(step, rows, batch)
         begin = time.process_time()
         exe.run(main, feed=feed, fetch_list=[loss], scope=scope)
+        times.append(time.process_time() - begin)
+    return times
+
+
+def clicks(rows: int, mode: str) -> list[float]:
+    """The times of the steps of the demo's recommender, seconds."""
+    sys.path.insert(0, str(ROOT / "demo"))
+    import recommender
+    import tabular
+
+    import amp_transpiler as amp
+
+    data = tabular.clicks((STEPS + 5) * BATCH, rows)
+    options = recommender.arguments().parse_args(["--table-lr", "0.05"])
+    run = recommender.prepare(mode, data, options)
+    exe, times = amp.Executor(amp.CPUPlace(), threads=1), []
+    for step in range(STEPS):
+        feed = data.train.feed(np.arange(step * BATCH, (step + 1) * BATCH))
+        begin = time.process_time()
+        exe.run(run.main, feed=feed, fetch_list=run.fetches, scope=run.scope)
         times.append(time.process_time() - begin)
     return times
 
@@ -188,14 +211,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch-python", metavar="PYTHON", help="an interpreter of another environment that has torch")
     parser.add_argument("--sweep", action="store_true", help="other optimizers, widths and batches")
+    parser.add_argument("--clicks", action="store_true", help="the recommender of the demo")
     parser.add_argument("--apart", action="store_true", help="tables in host memory, and dealt out among ranks")
     parser.add_argument("--apart-of", type=int, metavar="ROWS", help="a rank of that, or one program by itself")
     parser.add_argument("--memory", action="store_true", help="memory of state and step, beside the forecast")
     parser.add_argument("--memory-of", metavar="ARGUMENTS", help="that of one program, in JSON its arguments")
+    parser.add_argument("--clicks-of", metavar="ARGUMENTS", help="that of one program, in JSON its arguments")
     parser.add_argument("--one", metavar="ARGUMENTS", help="print the times of one program, in JSON its arguments")
     chosen = parser.parse_args()
     if chosen.one:
         print(json.dumps(ours(*json.loads(chosen.one))))
+        return
+    if chosen.clicks_of:
+        print(json.dumps(clicks(*json.loads(chosen.clicks_of))))
         return
     if chosen.apart_of:
         import amp_transpiler as amp
@@ -219,7 +247,7 @@ def main() -> None:
         kinds = {name: ("fp32", name) for name in OPTIMIZERS}
         kinds |= {f"Adam, width {width}": ("fp32", "Adam", width) for width in (8, 32)}
         kinds |= {f"Adam, batch {batch}": ("fp32", "Adam", WIDTH, batch) for batch in (128, 2048)}
-    here = [sys.executable, "-m", "tests.benchmarks.tables", "--one"]
+    here = [sys.executable, "-m", "tests.benchmarks.tables", "--clicks-of" if chosen.clicks else "--one"]
     programs = {(name, rows): [*here, json.dumps([rows, *kind])] for name, kind in kinds.items() for rows in ROWS}
     if chosen.torch_python:
         sizes = [str(n) for n in (WIDTH, BATCH, IDS, HIDDEN, STEPS)]

@@ -40,6 +40,7 @@ def scope(net: Small) -> amp.Scope:
         ({"feed_shapes": {"x": (2, 8)}}, ValueError, r"feed 'x' .* declared as \[6, 8\]; \[2, 8\]"),
         ({"outputs": "x"}, TypeError, "outputs is a list of variables or names"),
         ({"outputs": ["nothing"]}, ValueError, "outputs: .*'nothing'"),
+        ({"outputs": ["x"]}, ValueError, "export_training: outputs: nothing in program .* computes 'x'"),
         ({"fetch_list": ["fc_0.w_0"]}, ValueError, "'fc_0.w_0' is state"),
         ({"test_program": 3}, TypeError, "test_program is 3"),
         ({"test_program": amp.Program("empty")}, ValueError, "'empty' has no variable"),
