@@ -180,3 +180,15 @@ def _instance_norm(
     factor = e.Mul(inverse, factor, shape=kept)
     shift = e.Sub(shift, e.Mul(mean, factor, shape=kept), shape=kept)
     return e.Add(e.Mul(x, e.cast(factor, x.dtype), shape=shape), e.cast(shift, x.dtype), shape=shape)
+
+
+@rounded_sum("LogSoftmax")
+def _log_softmax(
+    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
+) -> Value:
+    """Without a kernel of its own onnxruntime makes it up of others, each of which rounds."""
+    x, axis = _first(inputs), int(attrs.get("axis", -1)) % len(shape)
+    over, kept = e.ints(axis), [1 if i == axis else n for i, n in enumerate(shape)]
+    apart = e.Sub(x, e.ReduceMax(x, over, keepdims=1, shape=kept), shape=shape)
+    total = e.ReduceSum(e.Exp(apart, shape=shape), over, keepdims=1, shape=kept)
+    return e.Sub(apart, e.Log(total, shape=kept), shape=shape)

@@ -109,6 +109,11 @@ def _softmax(x: Array, vector: int) -> Array:
     return power / in_turn(lanes(lanes_filled))[..., None]
 
 
+def _log_softmax(x: Array) -> Array:
+    apart = x - x.max(-1, keepdims=True)
+    return apart - (_stored(np.log2, lanes(_power(apart))) * np.float16(np.log(2)))[..., None]
+
+
 def _layer_norm(x: Array, scale: Array, bias: Array) -> Array:
     """Statistics in fp32, each rounded; the rest in 16 bit."""
     wide = x.astype(np.float32)
@@ -231,4 +236,6 @@ CASES: list[tuple[str, dict[str, Array], dict[str, Any], Callable[..., Array]]] 
     ),
     ("InstanceNormalization", {"x": half(2, 5, 9, 9), "s": half(5), "b": half(5)}, {}, _instance_norm),
     ("InstanceNormalization", {"x": half(1, 1, 300), "s": half(1), "b": half(1)}, {}, _instance_norm),
+    ("LogSoftmax", {"x": half(40, 90)}, {"axis": -1}, _log_softmax),
+    ("LogSoftmax", {"x": half(4, 90, 5)}, {"axis": 1}, lambda x: _log_softmax(x.swapaxes(1, 2)).swapaxes(1, 2)),
 ]

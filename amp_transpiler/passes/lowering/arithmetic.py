@@ -16,7 +16,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.opdef import flops_of, traits_of
 from amp_transpiler.ir.result_shape import result_shape
 from amp_transpiler.ir.types import HALF
-from amp_transpiler.lists import faults, roundings
+from amp_transpiler.lists import TARGET_OPSET, faults, parts_of, roundings
 from amp_transpiler.ops.rounded_sums import LANES, reduced_shape, sum_rule
 from amp_transpiler.passes.view.kernel_faults import Call, fault_of
 
@@ -42,12 +42,16 @@ class Arithmetic:
 
     def treats(self, full_type: str, dtype: str, attrs: Mapping[str, Any], shapes: _Shapes, made: _Shapes) -> str:
         """How a kernel rounds inside: the order of a sum that is rounded after each addition, "inside" where no sum is
-        told apart, "widened" where it is to compute in fp32, "" where it rounds once. Shapes are of inputs, results.
+        told apart, "parts" where onnxruntime makes it up of several that do, "widened" where it is to compute in fp32,
+        and "" where it rounds once. Shapes are of inputs, results.
         """
         order, worth = self.rounds(full_type, dtype, attrs, shapes, made)
         if self.widens and worth > MOST:
             return "widened"
-        return order or ("inside" if worth else "")
+        if order or worth:
+            return order or "inside"
+        plain = not self.widens and dtype in HALF and "::" not in full_type
+        return "parts" if plain and parts_of(full_type, dtype, TARGET_OPSET, self.kind) else ""
 
     def rounds(
         self, full_type: str, dtype: str, attrs: Mapping[str, Any], shapes: _Shapes, made: _Shapes
