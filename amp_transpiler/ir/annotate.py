@@ -13,11 +13,8 @@ from amp_transpiler.ir.contrib_types import contrib_types
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Declared, from_type_proto, infer_operator, static
 from amp_transpiler.ir.nodes import Operator, Shape, Variable
-from amp_transpiler.ir.onnx_inference import inferred_types, size_of
+from amp_transpiler.ir.onnx_inference import INVENTED, inferred_types, size_of
 from amp_transpiler.ir.onnx_out import weightless
-
-#: Names that ONNX's inference makes up for sizes that it does not know.
-_INVENTED = "unk__"
 
 
 def annotate(program: Graph, model: onnx.ModelProto | None = None) -> None:
@@ -93,7 +90,7 @@ def _known_sizes(shape: Shape | None) -> Shape | None:
     """A shape without the names that inference makes up."""
     if shape is None or static(shape) is not None:
         return shape
-    return tuple(None if isinstance(size, str) and size.startswith(_INVENTED) else size_of(size) for size in shape)
+    return tuple(None if isinstance(size, str) and size.startswith(INVENTED) else size_of(size) for size in shape)
 
 
 def _typed(variable: Variable) -> bool:

@@ -18,6 +18,7 @@ from amp_transpiler.ir.attributes import Attributes
 from amp_transpiler.ir.gc_pause import collector_paused
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import from_type_proto
+from amp_transpiler.ir.kinds import typed_by_kind
 from amp_transpiler.ir.metadata import INITIALIZER, derived_scope, read_marks, read_state
 from amp_transpiler.ir.model_file import DataFiles, ModelFile, copy_without, read_model, without_weights
 from amp_transpiler.ir.model_info import ModelInfo
@@ -79,7 +80,8 @@ def program_of(read: ModelFile, made: Callable[[str], G], name: str | None = Non
     source.model = reader.files.embedded(copy_without(model, ("graph", "functions")))
     _check_domain(program, read.label)
     _mark_parameters(program, weights)
-    annotate(program, _as_read(program, read))
+    if read.model.graph.sparse_initializer or not typed_by_kind(program, read.nodes):
+        annotate(program, _as_read(program, read))
     clashes = all_clashes(program)
     if clashes:
         raise GraphError("; ".join(clashes[:3]))

@@ -30,6 +30,8 @@ LONG = 1 << 16
 #: Nodes up to which a model is looked at twice: once for such tensors inside it.
 _SMALL = 2000
 _SIZE = "size__"
+#: What the names begin with that ONNX's inference makes up for sizes that it does not know.
+INVENTED = "unk__"
 
 
 def inferred_types(model: onnx.ModelProto, nested: bool) -> onnx.ModelProto | None:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from amp_transpiler.errors import GraphError
+from amp_transpiler.ir import kinds, onnx_in
 from amp_transpiler.ir.contrib_types import contrib_types
+from amp_transpiler.ir.kinds import typed_by_kind
 from amp_transpiler.ir.nodes import OWN
 from amp_transpiler.program import Program
 from tests.helpers.onnx_goldens import (
@@ -154,3 +156,70 @@ def test_contrib_table_agrees_with_onnxruntime():
                 spelled = {"float32": "float", "float64": "double"}.get(dtype, dtype)
                 assert types.get(type_str, [type_str]) == [f"tensor({spelled})"], (name, type_str)
     assert known > 100
+
+
+ALIKE = """
+<ir_version: 9, opset_import: ["" : 17]>
+g (float[N, 4, 8] x, float[8] s, int64[4, 1] n) => (float[N, 8, 4] a, int64[N, 4, 1] b, float[N, 4] c)
+<float[8, 8] w = {WEIGHTS}, float low = {0.0}>
+{
+    y = MatMul (x, w)
+    z = MatMul (y, w)
+    u = Add (z, s)
+    r = Clip (u, low)
+    t = Clip (u, , low)
+    m = ReduceMean <axes = [-1]> (r)
+    c = ReduceMean <axes = [-1], keepdims = 0> (t)
+    v = Concat <axis = 1> (r, t)
+    f = Softmax <axis = 1> (v)
+    d = Cast <to = 7> (m)
+    b = Add (d, n)
+    a = Transpose <perm = [0, 2, 1]> (r)
+    l, mean = LayerNormalization (f, s)
+}
+""".replace("WEIGHTS", ", ".join(["0.5"] * 64))
+
+
+def types_of(model, monkeypatch, alike=typed_by_kind):
+    """What a program says of its tensors, and whether that was found kind by kind."""
+    found = []
+    monkeypatch.setattr(kinds, "_ALIKE", 1)  # few are alike in a model of a few lines
+    monkeypatch.setattr(onnx_in, "typed_by_kind", lambda *given: found.append(alike(*given)) or found[0])
+    return {v.name: (v.dtype, v.shape) for v in Program.from_onnx(model).variables}, found[0]
+
+
+def test_types_that_follow_from_types_are_those_of_the_whole_model(monkeypatch):
+    types, alike = types_of(text(ALIKE), monkeypatch)
+    assert alike
+    assert types == types_of(text(ALIKE), monkeypatch, lambda program, nodes: False)[0]
+    assert types["l"] == ("float32", ("N", 8, 8)), "of an operator with two outputs"
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        "(float[2, 3] x) => (float[A, B] y) <int64[2] to = {3, 2}> { y = Reshape (x, to) }",
+        "(float[2, 3] x) => (float[A] y) <int64[1] axes = {1}> { y = ReduceSum <keepdims = 0> (x, axes) }",
+        "(float[2, ?] x) => (float[2, B] y) { y = Relu (x) }",
+        "(float[70000] x) => (float[70000] y) { y = Relu (x) }",
+        "(float[2, 3] x) => (float[A, 3] y) { y = Relu (x) }",
+        "(float[2] x) => (float[2] y) { y = Neg (z) z = Relu (x) }",
+        "(float[2] x) => (float[2] y) { h = com.microsoft.Softmax (x) y = Relu (h) }",
+        "(float[2] x, bool c) => (float[2] y) { y = If (c) <then_branch = t () => (float[2] o) { o = Neg (x) },"
+        " else_branch = e () => (float[2] o) { o = Relu (x) }> }",
+    ],
+)
+def test_what_types_alone_do_not_say_is_asked_of_the_whole_model(graph, monkeypatch):
+    model = text(f'<ir_version: 9, opset_import: ["" : 17, "com.microsoft" : 1]> g {graph}')
+    types, alike = types_of(model, monkeypatch)
+    assert not alike
+    assert types == types_of(model, monkeypatch, lambda program, nodes: False)[0]
+
+
+@pytest.mark.parametrize("ir_version", [3, 4])
+def test_initializers_that_are_inputs_are_typed_with_the_whole_model(ir_version, monkeypatch):
+    model = text(
+        f'<ir_version: {ir_version}, opset_import: ["" : 9]> '
+        "g (float[2] x, float[A] w) => (float[2] y) <float[2] w = {1.0, 2.0}> { y = Add (x, w) }"
+    )
+    assert types_of(model, monkeypatch) == types_of(model, monkeypatch, lambda program, nodes: False)
