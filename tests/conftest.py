@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from amp_transpiler.runtime import CPUPlace, Executor, Scope
+from tests.helpers import node_tests
 from tests.helpers.on_places import PLACES, choose
 from tests.helpers.webgpu_sessions import REQUIRED, built_in, devices, real_card
 
@@ -56,6 +57,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         paths = [pytest.param(path, id=path.stem) for path in sorted(Path(folder).glob("*.onnx"))] if folder else [none]
         assert paths, f"{folder} has no exported model"
         metafunc.parametrize("export", paths)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared_by_the_processes_of_a_run(tmp_path_factory: pytest.TempPathFactory) -> None:
+    own = tmp_path_factory.getbasetemp()
+    node_tests.share(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
 
 
 @pytest.fixture

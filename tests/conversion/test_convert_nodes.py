@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import cache
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 import amp_transpiler as amp
 from tests.helpers.converting import faithful, off
+from tests.helpers.node_tests import node_tests
 from tests.helpers.sessions import session
 
 #: The largest error of 16-bit arithmetic in these small models.
@@ -48,13 +48,8 @@ Case = tuple[str, onnx.ModelProto, dict[str, Any], list[Any]]
 @cache
 def cases() -> list[Case]:
     """Name, model, feeds and expected outputs of the tests with float inputs or outputs that onnxruntime runs."""
-    from onnx.backend.test.case.node import collect_testcases
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        collected = collect_testcases(None)
     found = []
-    for case in collected:
+    for case in node_tests():
         graph = case.model.graph
         if not any(i.type.tensor_type.elem_type == onnx.TensorProto.FLOAT for i in (*graph.input, *graph.output)):
             continue

@@ -11,6 +11,7 @@ import onnx.parser
 
 from amp_transpiler.program import Program
 from tests.helpers import sessions
+from tests.helpers.node_tests import node_tests
 
 
 def model(text: str, opset: int = 21, domains: str = "") -> onnx.ModelProto:
@@ -121,7 +122,5 @@ def run(p: Program, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
 
 def backend_models() -> Iterator[tuple[str, onnx.ModelProto]]:
     """Every twelfth node test of onnx."""
-    from onnx.backend.test.case.node import collect_testcases
-
-    for case in collect_testcases(None)[::12]:
+    for case in node_tests()[::12]:
         yield case.name, case.model

@@ -22,6 +22,7 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import lookup
 from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.lowering.lowering import lower
+from tests.helpers.node_tests import node_tests
 from tests.helpers.reference_ops import CORRECTED
 from tests.helpers.sessions import session
 
@@ -76,13 +77,8 @@ WITHOUT = frozenset({"Trilu"})
 @cache
 def cases() -> list[tuple[str, onnx.ModelProto, tuple[Array, ...]]]:
     """Name, model and inputs of the tests with one operator that has a gradient rule or is taken apart."""
-    from onnx.backend.test.case.node import collect_testcases
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        collected = collect_testcases(None)
     found = []
-    for case in collected:
+    for case in node_tests():
         model = case.model
         if len(model.graph.node) != 1 or model.functions or "_expanded" in case.name:
             continue

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx.backend.test.case.node import collect_testcases
 
 from amp_transpiler import ops
 from amp_transpiler.ir.emitter import Emitter, Value
@@ -19,6 +17,7 @@ from amp_transpiler.ir.opdef import entry, moves, traits_of
 from amp_transpiler.ir.parameter_names import names_of_parameter
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.program import Program
+from tests.helpers.node_tests import node_tests
 
 LISTS = AutoMixedPrecisionLists()
 LISTED = LISTS.white_list | LISTS.black_list | LISTS.gray_list
@@ -40,11 +39,8 @@ Case = tuple[onnx.NodeProto, list[Array], list[Array]]
 @cache
 def cases() -> list[Case]:
     """Node, inputs and outputs of every node test of one standard operator on tensors."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        collected = collect_testcases(None)
     found = []
-    for case in collected:
+    for case in node_tests():
         if case.model is None or not case.data_sets:
             continue
         nodes = case.model.graph.node

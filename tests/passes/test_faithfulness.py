@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import random
-import warnings
 
 import ml_dtypes
 import numpy as np
@@ -25,6 +24,7 @@ from amp_transpiler.ir.types import HALF, numpy_dtype
 from amp_transpiler.passes.lowering.lowering import Lowered, lower
 from amp_transpiler.passes.view.typing import Slots, has_float, narrowed
 from amp_transpiler.program import Program
+from tests.helpers.node_tests import node_tests
 from tests.helpers.programs import LAYERS, build
 from tests.helpers.sessions import session
 
@@ -77,13 +77,8 @@ RANDOM = {
 @functools.cache
 def node_cases() -> list[tuple[onnx.ModelProto, dict[str, np.ndarray]]]:
     """One backend case with fp32 inputs for each operator and set of attributes."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from onnx.backend.test.case.node import collect_testcases
-
-        cases = collect_testcases(None)
     found, seen = [], set()
-    for case in cases:
+    for case in node_tests():
         graph = case.model.graph
         if len(graph.node) != 1 or case.model.functions:
             continue
