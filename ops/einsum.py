@@ -1,12 +1,15 @@
-"""The equation of an Einsum: the labels of its operands' axes and of its result's, and their sizes."""
+"""The equation of an Einsum: the labels of its operands' axes and of its result's, and their sizes. What stands for one
+whose kernel does not compute it as it stands."""
 
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from amp_transpiler.ir.emitter import Value
+from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ops.common import size_of
+from amp_transpiler.ops.place_bodies import body, given
 
 
 def labels_of(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
@@ -24,11 +27,11 @@ def labels_of(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
     return terms, "".join([*dots, *sorted(label for label in set(letters) if letters.count(label) == 1)])
 
 
-def sizes_of(terms: Sequence[str], values: Sequence[Value]) -> dict[str, int]:
+def sizes_of(terms: Sequence[str], shapes: Sequence[Sequence[int]]) -> dict[str, int]:
     """The size of each label; an operand may have 1 there, and is repeated."""
     sizes: dict[str, int] = {}
-    for term, value in zip(terms, values, strict=True):
-        for label, size in zip(term, size_of(value), strict=True):
+    for term, shape in zip(terms, shapes, strict=True):
+        for label, size in zip(term, shape, strict=True):
             sizes[label] = size if sizes.get(label, 1) == 1 else sizes[label]
     return sizes
 
@@ -36,3 +39,18 @@ def sizes_of(terms: Sequence[str], values: Sequence[Value]) -> dict[str, int]:
 def unrepeated(term: str, value: Value, sizes: dict[str, int]) -> str:
     """The labels along which an operand is not repeated."""
     return "".join(k for k, size in zip(term, size_of(value), strict=True) if size == sizes[k])
+
+
+@body("Einsum")
+def _einsum(
+    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
+) -> Sequence[Value] | None:
+    """With letters for dots, and operands without the axes along which they are repeated."""
+    values = given(inputs)
+    if any(v.shape is None or v.dtype not in ("float16", "float32") for v in values):
+        return None
+    terms, result = labels_of(str(attrs["equation"]), [len(size_of(v)) for v in values])
+    sizes = sizes_of(terms, [size_of(v) for v in values])
+    read = [unrepeated(term, v, sizes) for term, v in zip(terms, values, strict=True)]
+    values = [e.reshape(v, [sizes[label] for label in term]) for v, term in zip(values, read, strict=True)]
+    return [e.Einsum(*values, equation=f"{','.join(read)}->{result}", shape=[sizes[label] for label in result])]

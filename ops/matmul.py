@@ -109,7 +109,7 @@ def einsum(e: Emitter, op: Operator, xs: list[Value], dy: Value) -> Grads:
     An operand that was broadcast along a label has size 1 there: it is read without that label.
     """
     terms, result = labels_of(str(op.attrs["equation"]), [len(size_of(x)) for x in xs])
-    sizes = sizes_of(terms, xs)
+    sizes = sizes_of(terms, [size_of(x) for x in xs])
     read = [unrepeated(term, x, sizes) for term, x in zip(terms, xs, strict=True)]
     values = [e.reshape(x, [sizes[label] for label in term]) for term, x in zip(read, xs, strict=True)]
     grads: list[Value | None] = []

@@ -150,7 +150,7 @@ def _einsum(
     """Sums go through their labels in the order of letters, the last one fastest."""
     values = [v for v in inputs if v is not None]
     terms, result = labels_of(str(attrs["equation"]), [len(size_of(v)) for v in values])
-    sizes = sizes_of(terms, values)
+    sizes = sizes_of(terms, [size_of(v) for v in values])
     if 0 in sizes.values():
         return None
     summed = sorted(sizes.keys() - set(result))

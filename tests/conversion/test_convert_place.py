@@ -170,6 +170,13 @@ MEET = {
     ],
     "MatMul: a vector": ["m (float[3,4] x) => (float[3] y) <float[4] w> { y = MatMul(x, w) }"],
     "MatMul: nothing to add up": ["m (float[3,0] x, float[0,2] w) => (float[3,2] y) { y = MatMul(x, w) }"],
+    "Einsum: dots beside letters": [
+        'm (float[2,3,4] x) => (float[n,o,p] y) <float[4,5] w> { y = Einsum<equation="...k,kj->...j">(x, w) }',
+        'm (float[2,3,4] x) => (float[n,o,p] y) { y = Einsum<equation="i...->i...">(x) }',
+    ],
+    "Einsum: an axis repeated": [
+        'm (float[3,1] x) => (float[n,o] y) <float[4,5] w> { y = Einsum<equation="ij,kj->ik">(x, w) }',
+    ],
     "ScatterND: 16-bit numbers combined": [
         "m (float[5,3] x, int64[2,1] i, float[2,3] u) => (float[5,3] y)"
         ' { a = ScatterND(x, i, u) b = ScatterND<reduction="add">(a, i, u) y = ScatterND(b, i, u) }'

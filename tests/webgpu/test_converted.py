@@ -86,6 +86,7 @@ END_THE_RUN = {
     "ScatterND": "m (float[5,3] x, float[2,3] u) => (float[n,o] y) <int64[2,1] i = {3, 3}>"
     ' { a = Relu(x) b = ScatterND<reduction="add">(a, i, u) y = Neg(b) }',
     "Split": PIECES,
+    "Einsum": 'm (float[2,3,4] x) => (float[n,o,p] y) <float[4,5] w> { y = Einsum<equation="...k,kj->...j">(x, w) }',
 }
 
 

@@ -18,6 +18,7 @@ from amp_transpiler.ir.opdef import lookup
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import FLOATS, HALF
 from amp_transpiler.lists import Fault, faults, has_kernel, kernel_types, place_traits, unsupported_reason
+from amp_transpiler.ops.einsum import labels_of, sizes_of
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.typing import Slots, declared, operator_name, widened
 
@@ -206,6 +207,28 @@ def _nothing_summed(call: Call) -> bool:
     return (call.shapes[0] or (1,))[-1] == 0
 
 
+def _dots_beside_letters(call: Call) -> bool:
+    """Of an Einsum: from the first operand with dots on its kernel takes them to be before every letter that is not
+    behind dots."""
+    left, _, result = str(call.attrs["equation"]).replace(" ", "").partition("->")
+    terms, dotted, shifted = left.split(","), False, False
+    for term in (*terms, result):
+        before, dots, _ = term.partition("...")
+        shifted, dotted = shifted or (dotted and before != ""), dotted or dots != ""
+    hidden = {len(shape or ()) - len(term) + 3 for term, shape in zip(terms, call.shapes, strict=True) if "..." in term}
+    return shifted and (None in call.shapes or hidden != {1})
+
+
+def _repeated(call: Call) -> bool:
+    """Of an Einsum: an operand has one element on an axis where another has more."""
+    shapes = [shape for shape in call.shapes if shape is not None]
+    if len(shapes) < len(call.shapes):
+        return False
+    terms, _ = labels_of(str(call.attrs["equation"]), [len(shape) for shape in shapes])
+    sizes = sizes_of(terms, shapes)
+    return any([sizes[label] for label in term] != list(shape) for term, shape in zip(terms, shapes, strict=True))
+
+
 def _even_groups_to_one(call: Call) -> bool:
     """Of a ConvTranspose."""
     w = call.shapes[1]
@@ -224,6 +247,8 @@ _HOLDS: Mapping[str, Callable[[Call], bool]] = {
     "scalar added": _scalar_added,
     "a vector": _vector,
     "nothing to add up": _nothing_summed,
+    "dots beside letters": _dots_beside_letters,
+    "an axis repeated": _repeated,
     "groups of an even number of channels to one": _even_groups_to_one,
     "16-bit numbers combined": lambda call: call.dtypes[0] in HALF and call.attrs.get("reduction", "none") != "none",
     "16-bit numbers": lambda call: call.dtypes[0] in HALF,
