@@ -14,6 +14,7 @@ from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.passes.lowering.place import Place, check_place
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
+from amp_transpiler.runtime.heap import trim
 from amp_transpiler.runtime.missing import require
 from amp_transpiler.runtime.scope import Scope, check_scope, near_names
 
@@ -37,8 +38,9 @@ def cast_parameters_to_fp16(
     scope = check_scope(scope)
     chosen = _chosen(program, to_fp16_var_names)
     with scope.writing():
-        arrays = {v.name: _rounded(v, scope) for v in chosen}
-        scope.hold({n: device_tensors.from_array(array, place) for n, array in arrays.items() if array is not None})
+        arrays = {v.name: array for v in chosen if (array := _rounded(v, scope)) is not None}
+        scope.hold({name: device_tensors.from_array(arrays.pop(name), place) for name in list(arrays)})
+    trim()  # the fp32 values
 
 
 def _chosen(program: Program, names: Iterable[str] | None) -> list[Variable]:

@@ -35,6 +35,7 @@ from amp_transpiler.runtime.budget import unbounded_optimizers
 from amp_transpiler.runtime.chain import chained
 from amp_transpiler.runtime.collective.current import engine_on
 from amp_transpiler.runtime.graph_optimizers import UNWANTED, useless_optimizers
+from amp_transpiler.runtime.heap import trim
 from amp_transpiler.runtime.providers import alone, built_in, in_turn, plugin
 from amp_transpiler.runtime.session_cache import SessionCache
 from amp_transpiler.warn import AmpWarning, warn_user
@@ -275,6 +276,7 @@ def release_memory() -> None:
     for bind, name in ((binding.bind_ortvalue_input, "x"), (binding.bind_ortvalue_output, "y")):
         bind(name, ort.OrtValue.ortvalue_from_numpy(np.zeros(2, np.float32)))
     session.run_with_iobinding(binding, options)
+    trim()
 
 
 def _providers(place: Place, settings: Settings, fallback: bool) -> list[Any]:

@@ -3,8 +3,8 @@
     python -m tests.benchmarks.sharded_state [--ranks 1 2 4] [--width 2048] [--layers 8]
 
 trains a net of square layers in pure float16 with AdamW under ``mpiexec`` and prints a table: what a rank holds of masters
-and moments, and the most memory that its process took, beside the forecast; bytes and seconds of a step. Figures are of the
-rank that has most.
+and moments, and the most memory that its process took, beside the forecast; what it takes while it trains, beside the plan;
+bytes and seconds of a step. Figures are of the rank that has most.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _MIB = 2**20
 _BATCH, _STEPS = 16, 5
 
 
-def peak() -> int:
-    """The most memory that this process took, bytes."""
+def resident(size: str = "VmRSS") -> int:
+    """The memory that this process takes, bytes; with "VmHWM", the most that it took."""
     with open("/proc/self/status", encoding="ascii") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(size))
 
 
 def rank(shard: bool, width: int, layers: int) -> dict[str, Any]:
@@ -48,10 +48,10 @@ def rank(shard: bool, width: int, layers: int) -> dict[str, Any]:
         if shard:
             distributed.shard_optimizer(decorated)
         decorated.minimize(loss, startup)
-    before = peak()
+    before = resident()
     scope, exe = amp.Scope(), amp.Executor(amp.CPUPlace(), threads=1)
     exe.run(startup, scope=scope)
-    started = peak() - before
+    started = resident("VmHWM") - before
     decorated.amp_init(amp.CPUPlace(), scope=scope)
     data, seconds = np.random.default_rng(distributed.rank()).normal(size=(_BATCH, width)).astype(np.float32), []
     for _ in range(_STEPS):
@@ -61,11 +61,14 @@ def rank(shard: bool, width: int, layers: int) -> dict[str, Any]:
     estimate = main.memory_estimate(fetch_list=[loss], rank=distributed.rank())
     held = sum(v.tensor_size_in_bytes() for name, v in scope.ort_values.items() if "fp32_master" in name)
     several = distributed.world_size() > 1
+    plan = distributed.plan(main, distributed.world_size(), bandwidth=10.0, step_time=1.0, fetch_list=[loss])
     return {
         "held": held,
         "forecast": estimate.master_weights + estimate.moments,
+        "planned": plan[distributed.world_size()].memory,
         "startup": started,
-        "peak": peak() - before,
+        "peak": resident("VmHWM") - before,
+        "training": resident() - before,
         "sent": distributed.step_report().sent if several else 0,
         "seconds": min(seconds[1:]),
     }
@@ -80,7 +83,7 @@ def row(ranks: int, shard: bool, width: int, layers: int) -> list[str]:
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = json.loads(said.splitlines()[-1])
     most = {name: max(each[name] for each in found) for name in found[0]}
-    sizes = ("held", "forecast", "startup", "peak", "sent")
+    sizes = ("held", "forecast", "startup", "peak", "training", "planned", "sent")
     return [
         str(ranks),
         "dealt out" if shard else "whole",
@@ -103,7 +106,18 @@ if __name__ == "__main__":
         if engine.rank == 0:
             print(json.dumps(measured), flush=True)
     else:
-        head = ["ranks", "state", "held", "forecast", "startup", "peak", "sent a step", "s a step"]
+        head = [
+            "ranks",
+            "state",
+            "held",
+            "forecast",
+            "startup",
+            "peak",
+            "training",
+            "planned",
+            "sent a step",
+            "s a step",
+        ]
         print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
         for ranks in chosen.ranks:
             for shard in (False, True) if ranks > 1 else (False,):

@@ -59,7 +59,6 @@ from amp_transpiler.runtime.checkpoint.writing import (
     write_checkpoint,
 )
 from amp_transpiler.runtime.collective.current import by_rank_0
-from amp_transpiler.runtime.dealt import whole_rows
 from amp_transpiler.runtime.scope import Scope, check_scope
 from amp_transpiler.runtime.shards import Pieces
 from amp_transpiler.runtime.states import fits, type_message
@@ -202,9 +201,7 @@ def load_checkpoint(
         tuple(found.extra),
         meta["versions"],
     )
-    scope.hold(found.values)
-    scope.leave(found.others)
-    scope.deal(whole_rows(program), found.values)
+    found.put(program, scope)
     return loaded
 
 

@@ -33,8 +33,9 @@ from amp_transpiler.runtime.checkpoint.state_slots import (
     Slot,
     state_slots,
 )
-from amp_transpiler.runtime.dealt import own_rows
+from amp_transpiler.runtime.dealt import own_rows, whole_rows
 from amp_transpiler.runtime.executor import Executor
+from amp_transpiler.runtime.heap import trim
 from amp_transpiler.runtime.scope import Scope
 from amp_transpiler.runtime.shards import elsewhere
 from amp_transpiler.runtime.states import fits
@@ -66,6 +67,13 @@ class Restored:
     extra: list[str] = field(default_factory=list)
     wrong: dict[str, str] = field(default_factory=dict)
     converted: bool = False
+
+    def put(self, program: Program, scope: Scope) -> None:
+        """Let the scope have the values; the memory of those that it had goes back."""
+        scope.hold(self.values)
+        scope.leave(self.others)
+        scope.deal(whole_rows(program), self.values)
+        trim()
 
 
 def restore(

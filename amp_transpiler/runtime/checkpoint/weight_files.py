@@ -22,7 +22,6 @@ from amp_transpiler.runtime.checkpoint.renaming import Renames, renamed
 from amp_transpiler.runtime.checkpoint.restore import Stored, restore
 from amp_transpiler.runtime.checkpoint.state_slots import PARAMETER, UNUSED, Key
 from amp_transpiler.runtime.checkpoint.writing import SAFETENSORS_TYPES
-from amp_transpiler.runtime.dealt import whole_rows
 from amp_transpiler.runtime.scope import Scope, check_scope
 
 _CALL = "load_weights"
@@ -83,9 +82,7 @@ def load_weights(
         if name is not None:
             stored[("value", name, 0)] = _transposed(one) if one in turned else one
     found = restore(program, stored, scope, f"'{file}'", strict=strict, weights_only=True)
-    scope.hold(found.values)
-    scope.leave(found.others)
-    scope.deal(whole_rows(program), found.values)
+    found.put(program, scope)
     return LoadedWeights(file, (*found.values, *found.others), tuple(found.missing), tuple(found.extra))
 
 
