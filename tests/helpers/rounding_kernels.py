@@ -208,10 +208,23 @@ SUMS_OF_FUNCTIONS: dict[str, tuple[Callable[[Array], Array], Callable[[Array], A
 _Compared = Callable[[np.random.Generator], tuple[Array, Array]]
 
 
-def _function(operator: str, exact: Callable[[Array], Array], positive: bool = False, domain: str = "") -> _Compared:
+def _positive(x: Array) -> Array:
+    return np.abs(x) + np.float16(0.01)
+
+
+def _from_one(x: Array) -> Array:
+    return 1 + np.abs(x)
+
+
+def _within_one(x: Array) -> Array:
+    return np.float16(0.98) * np.sin(x)
+
+
+def _function(
+    operator: str, exact: Callable[[Array], Array], among: Callable[[Array], Array] = np.positive, domain: str = ""
+) -> _Compared:
     def compare(random: np.random.Generator) -> tuple[Array, Array]:
-        x = (2 * random.standard_normal(4096)).astype(np.float16)
-        x = np.abs(x) + np.float16(0.01) if positive else x
+        x = among((2 * random.standard_normal(4096)).astype(np.float16))
         return run(operator, {"x": x}, domain=domain), exact(x.astype(np.float64))
 
     return compare
@@ -276,7 +289,14 @@ def _pow(exponent: float) -> _Compared:
 
 #: By operator: what its kernel makes of random operands, and the same in float64.
 KERNELS: dict[str, _Compared] = {
+    "Acos": _function("Acos", np.arccos, _within_one),
+    "Acosh": _function("Acosh", np.arccosh, _from_one),
+    "Asin": _function("Asin", np.arcsin, _within_one),
+    "Asinh": _function("Asinh", np.arcsinh),
+    "Atan": _function("Atan", np.arctan),
+    "Atanh": _function("Atanh", np.arctanh, _within_one),
     "Cos": _function("Cos", np.cos),
+    "Cosh": _function("Cosh", np.cosh),
     "Elu": _function("Elu", lambda x: np.where(x > 0, x, np.expm1(x))),
     "Erf": _function("Erf", special.erf),
     "Exp": _function("Exp", np.exp),
@@ -284,15 +304,17 @@ KERNELS: dict[str, _Compared] = {
     "HardSigmoid": _function("HardSigmoid", lambda x: np.clip(0.2 * x + 0.5, 0, 1)),
     "HardSwish": _function("HardSwish", lambda x: x * np.clip(x / 6 + 0.5, 0, 1)),
     "LeakyRelu": _function("LeakyRelu", lambda x: np.where(x > 0, x, 0.01 * x)),
-    "Log": _function("Log", np.log, positive=True),
+    "Log": _function("Log", np.log, _positive),
     "Mish": _function("Mish", lambda x: x * np.tanh(np.log1p(np.exp(x)))),
-    "Reciprocal": _function("Reciprocal", lambda x: 1 / x, positive=True),
+    "Reciprocal": _function("Reciprocal", lambda x: 1 / x, _positive),
     "Selu": _function("Selu", lambda x: 1.0507009873554805 * np.where(x > 0, x, 1.6732632423543772 * np.expm1(x))),
     "Sigmoid": _function("Sigmoid", special.expit),
     "Sin": _function("Sin", np.sin),
+    "Sinh": _function("Sinh", np.sinh),
     "Softplus": _function("Softplus", lambda x: np.log1p(np.exp(x))),
     "Softsign": _function("Softsign", lambda x: x / (1 + np.abs(x))),
-    "Sqrt": _function("Sqrt", np.sqrt, positive=True),
+    "Sqrt": _function("Sqrt", np.sqrt, _positive),
+    "Tan": _function("Tan", np.tan, _within_one),
     "Tanh": _function("Tanh", np.tanh),
     "Pow": _pow(1.7),
     "Softmax": _softmax,

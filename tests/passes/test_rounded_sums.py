@@ -98,7 +98,7 @@ def test_what_may_overflow_on_the_way_or_has_who_knows_how_many_summands_is_wide
     assert types == ["Cast", operator, "Cast"]
 
 
-@pytest.mark.parametrize(("operator", "widened"), [("Exp", True), ("Sigmoid", False), ("Relu", False)])
+@pytest.mark.parametrize(("operator", "widened"), [("Exp", True), ("Cosh", True), ("Sigmoid", False), ("Relu", False)])
 def test_functions_are_widened_by_their_error(operator: str, widened: bool) -> None:
     types = [node.op_type for node in lower(_program(operator, {"x": half(4)}), "webgpu").model.graph.node]
     assert types == (["Cast", operator, "Cast"] if widened else [operator])
