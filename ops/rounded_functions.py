@@ -161,6 +161,22 @@ def _simplified_layer_norm(
     return _normed(e, attrs, inputs, shape, centred=False)
 
 
+@rounded_sum("BatchNormalization")
+def _batch_norm(
+    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
+) -> Value | None:
+    """All in 16 bit."""
+    x, *rest = [v for v in inputs if v is not None]
+    if attrs.get("training_mode") or any(v.dtype != x.dtype for v in rest):
+        return None
+    column = (size_of(rest[0])[0], *[1] * (len(shape) - 2))
+    scale, bias, mean, variance = (e.reshape(v, column) for v in rest)
+    spread = e.Sqrt(e.Add(variance, e.like(attrs.get("epsilon", 1e-5), x), shape=column), shape=column)
+    inverse = e.Div(e.like(1, x), spread, shape=column)
+    scaled = e.Mul(e.Mul(e.Sub(x, mean, shape=shape), inverse, shape=shape), scale, shape=shape)
+    return e.Add(scaled, bias, shape=shape)
+
+
 @rounded_sum("InstanceNormalization")
 def _instance_norm(
     e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]

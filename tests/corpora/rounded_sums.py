@@ -109,6 +109,37 @@ def _softmax(x: Array, vector: int) -> Array:
     return power / in_turn(lanes(lanes_filled))[..., None]
 
 
+def _softplus(x: Array) -> Array:
+    rest = 1 + _power(-np.abs(x))
+    return np.maximum(x, 0) + _stored(np.log2, rest) * np.float16(np.log(2))
+
+
+def _selu(x: Array) -> Array:
+    alpha, gamma = np.float16(1.6732632423543772), np.float16(1.0507009873554805)
+    return gamma * np.where(x < 0, alpha * _power(x) - alpha, x)
+
+
+def _quick_gelu(x: Array, alpha: float = 1.702) -> Array:
+    at = np.float16(alpha) * x
+    share = 1 / (1 + _power(-np.abs(at)))
+    return x * np.where(at < 0, 1 - share, share)
+
+
+def _fast_gelu(x: Array, shift: Array | None = None) -> Array:
+    x = x if shift is None else x + shift
+    inner = np.float16(0.035677408136300125) * x * x + np.float16(0.7978845608028654)
+    return x * (np.float16(0.5) + np.float16(0.5) * _tanh(x * inner))
+
+
+def _hard_sigmoid(x: Array, alpha: float = 0.2, beta: float = 0.5) -> Array:
+    return np.clip(np.float16(alpha) * x + np.float16(beta), np.float16(0), np.float16(1))
+
+
+def _batch_norm(x: Array, scale: Array, bias: Array, mean: Array, variance: Array, epsilon: float = 1e-5) -> Array:
+    scale, bias, mean, variance = (v[:, None, None] for v in (scale, bias, mean, variance))
+    return (x - mean) * (1 / np.sqrt(variance + np.float16(epsilon))) * scale + bias
+
+
 def _log_softmax(x: Array) -> Array:
     apart = x - x.max(-1, keepdims=True)
     return apart - (_stored(np.log2, lanes(_power(apart))) * np.float16(np.log(2)))[..., None]
@@ -238,4 +269,27 @@ CASES: list[tuple[str, dict[str, Array], dict[str, Any], Callable[..., Array]]] 
     ("InstanceNormalization", {"x": half(1, 1, 300), "s": half(1), "b": half(1)}, {}, _instance_norm),
     ("LogSoftmax", {"x": half(40, 90)}, {"axis": -1}, _log_softmax),
     ("LogSoftmax", {"x": half(4, 90, 5)}, {"axis": 1}, lambda x: _log_softmax(x.swapaxes(1, 2)).swapaxes(1, 2)),
+    *(
+        (operator, {"x": half(300)}, attrs, function)
+        for operator, attrs, function in (
+            ("LeakyRelu", {"alpha": 0.3}, lambda x: np.where(x < 0, np.float16(0.3) * x, x)),
+            ("HardSigmoid", {}, _hard_sigmoid),
+            ("HardSigmoid", {"alpha": 0.7, "beta": 0.1}, lambda x: _hard_sigmoid(x, 0.7, 0.1)),
+            ("HardSwish", {}, lambda x: x * _hard_sigmoid(x, 1 / 6)),
+            ("Elu", {"alpha": 1.7}, lambda x: np.where(x < 0, np.float16(1.7) * (_power(x) - 1), x)),
+            ("Selu", {}, _selu),
+            ("Softplus", {}, _softplus),
+            ("Softsign", {}, lambda x: x / (1 + np.abs(x))),
+            ("Mish", {}, lambda x: x * _tanh(_softplus(x))),
+            ("QuickGelu", {"domain": "com.microsoft", "shape": (300,)}, _quick_gelu),
+            ("FastGelu", {"domain": "com.microsoft", "shape": (300,)}, _fast_gelu),
+        )
+    ),
+    ("FastGelu", {"x": half(9, 64), "b": half(64)}, {"domain": "com.microsoft", "shape": (9, 64)}, _fast_gelu),
+    (
+        "BatchNormalization",
+        {"x": half(2, 5, 9, 9), "s": half(5), "b": half(5), "m": half(5), "v": np.abs(half(5)) + np.float16(0.1)},
+        {"epsilon": 1e-3},
+        partial(_batch_norm, epsilon=1e-3),
+    ),
 ]

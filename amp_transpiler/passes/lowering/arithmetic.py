@@ -42,16 +42,19 @@ class Arithmetic:
 
     def treats(self, full_type: str, dtype: str, attrs: Mapping[str, Any], shapes: _Shapes, made: _Shapes) -> str:
         """How a kernel rounds inside: the order of a sum that is rounded after each addition, "inside" where no sum is
-        told apart, "parts" where onnxruntime makes it up of several that do, "widened" where it is to compute in fp32,
-        and "" where it rounds once. Shapes are of inputs, results.
+        told apart, "widened" where it is to compute in fp32, "" where it rounds once. Shapes are of inputs, results.
         """
         order, worth = self.rounds(full_type, dtype, attrs, shapes, made)
         if self.widens and worth > MOST:
             return "widened"
-        if order or worth:
-            return order or "inside"
-        plain = not self.widens and dtype in HALF and "::" not in full_type
-        return "parts" if plain and parts_of(full_type, dtype, TARGET_OPSET, self.kind) else ""
+        return order or ("inside" if worth else "")
+
+    def emulated(self, full_type: str, dtype: str, how: str) -> str:
+        """How what an operator runs as rounds inside, ``how`` being what a kernel of its own does: of one without it is
+        "parts" in a model file, which onnxruntime makes up of several, and "" where a body in fp32 stands for it."""
+        if dtype not in HALF or "::" in full_type or not parts_of(full_type, dtype, TARGET_OPSET, self.kind):
+            return how
+        return "" if self.widens else "parts"
 
     def rounds(
         self, full_type: str, dtype: str, attrs: Mapping[str, Any], shapes: _Shapes, made: _Shapes
@@ -183,9 +186,10 @@ class Kernels:
             types = ["float32" if kind == first.dtype else kind for kind in kinds]
             made = e.op(type_, *wide, outputs=len(kinds), domain=domain, dtype=types, shape=shape, **attrs)
             return tuple(e.cast(value, kind) for value, kind in zip(made, kinds, strict=True))
-        if not e.emulates or how in ("", "widened"):
+        rule = sum_rule(full_type) if e.emulates and how != "widened" else None
+        how = self.arithmetic.emulated(full_type, first.dtype, how) if rule is not None else ""
+        if rule is None or not how:
             return None
-        rule = sum_rule(full_type)
         given = len(kinds) == 1 and None not in (*(v.shape for v in inputs if v is not None), shape)
-        summed = rule(e, how, attrs, inputs, shape or ()) if rule is not None and given else None
+        summed = rule(e, how, attrs, inputs, shape or ()) if given else None
         return None if summed is None else (summed,)
