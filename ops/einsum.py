@@ -1,15 +1,12 @@
-"""The equation of an Einsum: the labels of its operands' axes and of its result's, and their sizes. What stands for one
-whose kernel does not compute it as it stands."""
+"""The equation of an Einsum: the labels of its operands' axes and of its result's, and their sizes."""
 
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.emitter import Value
 from amp_transpiler.ops.common import size_of
-from amp_transpiler.ops.place_bodies import body, given
 
 
 def labels_of(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
@@ -39,18 +36,3 @@ def sizes_of(terms: Sequence[str], shapes: Sequence[Sequence[int]]) -> dict[str,
 def unrepeated(term: str, value: Value, sizes: dict[str, int]) -> str:
     """The labels along which an operand is not repeated."""
     return "".join(k for k, size in zip(term, size_of(value), strict=True) if size == sizes[k])
-
-
-@body("Einsum")
-def _einsum(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value] | None:
-    """With letters for dots, and operands without the axes along which they are repeated."""
-    values = given(inputs)
-    if any(v.shape is None or v.dtype not in ("float16", "float32") for v in values):
-        return None
-    terms, result = labels_of(str(attrs["equation"]), [len(size_of(v)) for v in values])
-    sizes = sizes_of(terms, [size_of(v) for v in values])
-    read = [unrepeated(term, v, sizes) for term, v in zip(terms, values, strict=True)]
-    values = [e.reshape(v, [sizes[label] for label in term]) for v, term in zip(values, read, strict=True)]
-    return [e.Einsum(*values, equation=f"{','.join(read)}->{result}", shape=[sizes[label] for label in result])]

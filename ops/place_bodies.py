@@ -18,6 +18,7 @@ import onnx
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.ops.common import size_of
+from amp_transpiler.ops.einsum import labels_of, sizes_of, unrepeated
 
 #: ``body(e, attributes, inputs, results) -> results``
 Body = Callable[[Emitter, Mapping[str, Any], Sequence[Value | None], Sequence[Value]], Sequence[Value] | None]
@@ -315,6 +316,21 @@ def _matmul(
     *lead, n, m = size_of(column)
     products = e.Mul(e.reshape(row, (*size_of(row), 1)), e.reshape(column, (*lead, 1, n, m)))
     return [e.reshape(e.ReduceSum(products, e.ints(-2), keepdims=0), shape)]
+
+
+@body("Einsum")
+def _einsum(
+    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
+) -> Sequence[Value] | None:
+    """With letters for dots, and operands without the axes along which they are repeated."""
+    values = given(inputs)
+    if any(v.shape is None or v.dtype not in ("float16", "float32") for v in values):
+        return None
+    terms, result = labels_of(str(attrs["equation"]), [len(size_of(v)) for v in values])
+    sizes = sizes_of(terms, [size_of(v) for v in values])
+    read = [unrepeated(term, v, sizes) for term, v in zip(terms, values, strict=True)]
+    values = [e.reshape(v, [sizes[label] for label in term]) for v, term in zip(values, read, strict=True)]
+    return [e.Einsum(*values, equation=f"{','.join(read)}->{result}", shape=[sizes[label] for label in result])]
 
 
 # -- truth -----------------------------------------------------------------------------------------------
