@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.fuzz.cases import KINDS, Case, Given, judged
+from tests.fuzz.commands import load_all
 from tests.fuzz.models import models
 from tests.fuzz.workers import judge
 
@@ -26,7 +27,7 @@ def main() -> int:
     parser.add_argument("--models", metavar="FOLDER", help="judge the models there as they are, instead")
     parser.add_argument("--keep", metavar="FOLDER", help="write the models of violations there")
     options = parser.parse_args()
-    models()  # once, before the processes part
+    models(), load_all()  # once, before the processes part
     kinds = options.kind or KINDS
     if options.models:
         return _report([Given(path) for path in sorted(Path(options.models).glob("*.onnx"))], options)
