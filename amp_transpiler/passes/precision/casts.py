@@ -26,6 +26,8 @@ from amp_transpiler.passes.view.names import source
 from amp_transpiler.passes.view.typing import Slots, kept_slots, operator_name, origin, programs, signature_of
 
 Decisions = dict[Operator, Decision]
+#: What may stand between a constant and its readers: what makes it, and casts that were put in.
+_CONSTANT = frozenset({"Constant", "Cast"})
 
 
 def apply(
@@ -36,14 +38,15 @@ def apply(
     narrow_parameters: bool,
     fetchable: bool = True,
 ) -> set[str]:
-    """Give operators and variables the decided types and insert the casts; the names that enter the 16-bit part.
+    """Give operators and variables the decided types and insert the casts.
 
     ``narrow_parameters``: a persistable variable that 16-bit operators read becomes 16 bit itself, unless
-    the schema or the norm rule keeps it fp32; otherwise it is cast at its readers. ``fetchable``: what nothing
+    the schema or the norm rule keeps it fp32; otherwise it is cast at its readers. The names that enter the 16-bit part
+    are returned then, else none. ``fetchable``: what nothing
     reads may be fetched, and keeps its type; otherwise only the outputs that the program names are asked for.
     """
     dtype = lists.dtype
-    uses = _uses(program, decisions, dtype)
+    uses = _uses(program, decisions, dtype, constants_alone=not narrow_parameters)
     narrow = {v: use for v, use in uses.items() if use.narrows(narrow_parameters, lists)}
     rounded = {
         v: use.reader
@@ -54,7 +57,8 @@ def apply(
     }
     contents = constants.all_converted(rounded, dtype)  # first of all, for it can fail
     _move_rows(decisions, narrow, dtype)
-    entering = {v.name for v, use in uses.items() if use.half and not use.constant and use.enters(dtype, decisions)}
+    data = {v: use for v, use in uses.items() if use.half and not use.constant}
+    entering = {v.name for v, use in data.items() if use.enters(dtype, decisions)}
     for variable in narrow:
         if variable in contents:
             constants.replace(variable, contents[variable])
@@ -118,14 +122,18 @@ class _Use:
         return v.dtype == decisions[v.producer].slots.outputs[v.producer_slot] == "float32"
 
 
-def _uses(program: Graph, decisions: Decisions, dtype: str) -> dict[Variable, _Use]:
-    """Every floating-point variable that some operator reads, with what is read of it, in the order of reading."""
+def _uses(program: Graph, decisions: Decisions, dtype: str, constants_alone: bool) -> dict[Variable, _Use]:
+    """The floating-point variables that operators read, or at least the constants among them, each with what is read of
+    it, in the order of reading."""
     uses: dict[Variable, _Use] = {}
     for op, decision in decisions.items():
-        kept, _ = kept_slots(op)
-        for slot, (variable, wanted) in enumerate(zip(op.inputs, decision.slots.inputs, strict=True)):
+        for slot, variable in enumerate(op.inputs):
             if variable is None or variable.dtype not in FLOATS:
                 continue
+            maker = variable.producer
+            if constants_alone and maker is not None and maker.type not in _CONSTANT and variable.data is None:
+                continue
+            kept, wanted = kept_slots(op)[0], decision.slots.inputs[slot]
             found = source(variable) if wanted in HALF else origin(variable)
             use = uses.get(found)
             if use is None:
