@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import scipy  # loads its parts where they are used: only a conversion needs them
@@ -23,7 +22,8 @@ HALF, FULL = True, False
 _LIMIT = 2**30
 
 
-class Tensor(NamedTuple):
+@dataclass(slots=True)
+class Tensor:
     """A tensor that operators exchange.
 
     ``producer``: index of the free operator in whose precision it is made, or HALF or FULL where that is fixed.
@@ -32,7 +32,7 @@ class Tensor(NamedTuple):
     """
 
     producer: int | bool
-    readers: tuple[int, ...]
+    readers: list[int]
     read_half: bool
     read_full: bool
     cast: int
@@ -134,7 +134,7 @@ def _contested(costs: Sequence[tuple[int, int]], tensors: Sequence[Tensor]) -> t
     inside = []
     for tensor in (tensors[number] for number in sorted(met)):
         producer = tensor.producer if isinstance(tensor.producer, bool) else place.get(tensor.producer, HALF)
-        readers = tuple(place[reader] for reader in tensor.readers if reader in place)
+        readers = [place[reader] for reader in tensor.readers if reader in place]
         read_half = tensor.read_half or len(readers) < len(tensor.readers)
         inside.append(Tensor(producer, readers, read_half, tensor.read_full, tensor.cast))
     return region, inside

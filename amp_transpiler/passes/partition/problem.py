@@ -32,21 +32,6 @@ class Free:
 _Way = tuple[Operator, Decision, Decision]
 
 
-class _Ends:
-    """Who makes and who reads one tensor."""
-
-    __slots__ = ("full", "half", "producer", "readers")
-
-    def __init__(self, producer: int | bool) -> None:
-        self.producer = producer
-        self.readers: list[int] = []
-        self.half = self.full = False
-
-    def fixed(self, dtype: str | None, half: str) -> None:
-        self.half |= dtype == half
-        self.full |= dtype == "float32"
-
-
 class Problem:
     """The minimum cut problem of a program: bytes that each free operator and each cast moves.
 
@@ -70,11 +55,12 @@ class Problem:
             (b.op, kind, place[0]) for b in crossing for kind, place in (("in", b.read), ("out", b.made)) if place
         }
         inner = {v for b in crossing if b.made for v in b.made[1]}
-        self.ends: dict[Variable, _Ends] = {}
+        self.ends: dict[Variable, Tensor] = {}
         ways = [(op, *_ways(choice)) for op, choice in choices.items() if not op.inserted]
         self._writes(ways)
         for boundary in crossing:
-            self.ends[boundary.outer() if boundary.made else boundary.inner()[0]] = _Ends(self.number[boundary])
+            crossed = boundary.outer() if boundary.made else boundary.inner()[0]
+            self.ends[crossed] = self._made(crossed, self.number[boundary])
         self._reads(ways)
         moved = _Moved()
         self.costs = [moved(op, half, full) for op, half, full in ways if op in self.number]
@@ -88,10 +74,8 @@ class Problem:
             for variable in () if given_io and each is program else each.outputs:
                 ends = self._ends(source(variable))
                 if ends is not None and variable not in inner:
-                    ends.fixed(self._io_type(variable), dtype)
-        self.tensors = [
-            Tensor(e.producer, tuple(e.readers), e.half, e.full, _cast(v.shape, dtype)) for v, e in self.ends.items()
-        ]
+                    _read(ends, self._io_type(variable), dtype)
+        self.tensors = list(self.ends.values())
 
     def _writes(self, ways: list[_Way]) -> None:
         """Note who makes each tensor."""
@@ -105,28 +89,30 @@ class Problem:
                     continue
                 made = half.slots.outputs[slot]
                 if number is not None and made == dtype and full.slots.outputs[slot] == "float32":
-                    ends[variable] = _Ends(number)
+                    ends[variable] = Tensor(number, [], False, False, _cast(variable.shape, dtype))
                 elif made in (dtype, "float32"):
-                    ends[variable] = _Ends(made == dtype)
+                    ends[variable] = Tensor(made == dtype, [], False, False, _cast(variable.shape, dtype))
 
     def _reads(self, ways: list[_Way]) -> None:
         """Note who reads each tensor."""
-        dtype = self.dtype
+        dtype, known = self.dtype, self.ends.get
         for op, half, full in ways:
             number, narrow, wide = self.number.get(op), half.slots.inputs, full.slots.inputs
             for slot, variable in enumerate(op.inputs):
                 if variable is None or variable.dtype not in FLOATS:
                     continue
-                variable = source(variable)
-                ends = self.ends.get(variable) or self._ends(variable)
+                ends = known(variable)
+                if ends is None:  # behind a cast, in a nested graph, or what nobody makes
+                    variable = source(variable)
+                    ends = known(variable) or (self._ends(variable) if variable.producer is None else None)
                 if ends is None or (self.crossing and (op, "in", slot) in self.crossing):
                     continue
                 if number is not None and narrow[slot] == dtype and wide[slot] == "float32":
                     ends.readers.append(number)
                 else:
-                    ends.fixed(narrow[slot], dtype)
+                    _read(ends, narrow[slot], dtype)
 
-    def _ends(self, variable: Variable) -> _Ends | None:
+    def _ends(self, variable: Variable) -> Tensor | None:
         """The ends of a tensor; None where a cast costs nothing (constants, given inputs), and for other types."""
         if variable not in self.ends:
             known = variable.producer is not None or constants.is_constant(variable)
@@ -134,12 +120,22 @@ class Problem:
             dtype = self._io_type(variable)
             if known or given or dtype not in (self.dtype, "float32"):
                 return None
-            self.ends[variable] = _Ends(dtype == self.dtype)
+            self.ends[variable] = self._made(variable, dtype == self.dtype)
         return self.ends[variable]
+
+    def _made(self, variable: Variable, producer: int | bool) -> Tensor:
+        """A tensor that nobody is known to read yet."""
+        return Tensor(producer, [], False, False, _cast(variable.shape, self.dtype))
 
     def _io_type(self, variable: Variable) -> str | None:
         narrow = variable.program.parent is None and variable.name in self.narrow_io
         return self.dtype if narrow and variable.dtype == "float32" else variable.dtype
+
+
+def _read(ends: Tensor, dtype: str | None, half: str) -> None:
+    """Note that something reads a tensor in this type whatever is decided."""
+    ends.read_half |= dtype == half
+    ends.read_full |= dtype == "float32"
 
 
 def _ways(choice: Decision | Free) -> tuple[Decision, Decision]:
