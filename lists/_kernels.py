@@ -75,6 +75,7 @@ def _versions(text: str) -> tuple[int, int]:
     return int(first), int(last or first)
 
 
+@cache
 def _element(type_str: str) -> str:
     """``seq(tensor(float16))`` -> ``float16``."""
     match = re.search(r"\(([a-z0-9]+)\)+$", type_str)

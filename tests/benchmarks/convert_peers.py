@@ -27,9 +27,9 @@ from tests.helpers.where import ROOT
 
 OURS = """
 import sys, time
-import amp_transpiler as amp
+from amp_transpiler import convert
 start = time.process_time()
-amp.convert(sys.argv[1]).to_onnx(sys.argv[2])
+convert(sys.argv[1]).to_onnx(sys.argv[2])
 print(time.process_time() - start)
 """
 ONNXRUNTIME = """
