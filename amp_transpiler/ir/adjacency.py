@@ -46,7 +46,10 @@ def remove_variable(variable: Any) -> None:
 
 
 def add_operator(op: Any) -> None:
-    """Let the variables that a new operator reads know it."""
+    """Let the variables that a new operator reads and writes know it."""
+    for slot, variable in enumerate(op.outputs):
+        if variable is not None:
+            variable.producer, variable.producer_slot = op, slot
     for slot, variable in enumerate(op.inputs):
         if variable is not None:
             uses = variable.uses

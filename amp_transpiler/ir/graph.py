@@ -18,10 +18,10 @@ import networkx as nx
 from amp_transpiler.errors import ArgumentError, GraphError
 from amp_transpiler.ir import context, unique_name
 from amp_transpiler.ir.accumulation_window import AccumulationWindow
-from amp_transpiler.ir.adjacency import CAPTURE, add_variables, draw, remove_operator, remove_variable
+from amp_transpiler.ir.adjacency import CAPTURE, add_operator, add_variables, draw, remove_operator, remove_variable
 from amp_transpiler.ir.attributes import Attributes
 from amp_transpiler.ir.model_info import ModelInfo
-from amp_transpiler.ir.nodes import FORWARD, ROLES, Operator, Variable
+from amp_transpiler.ir.nodes import Operator, Variable, check_slots, role_after
 from amp_transpiler.ir.order import topological_order, walked
 from amp_transpiler.ir.patterns import matching
 from amp_transpiler.ir.startup import HasStartup
@@ -194,9 +194,12 @@ class Graph(HasStartup):
         return walked(order) if nesting else iter(order)
 
     # -- changing ------------------------------------------------------------------------------
-    def touch(self) -> None:
-        """Say that the structure has changed, here and so in the graphs around."""
+    def touch(self, variables_alone: bool = False) -> None:
+        """Say that the structure has changed, here and so in the graphs around: the order, or ``variables_alone``."""
+        ordered = variables_alone and self._order[0] == self._version
         self._version += 1
+        if ordered:
+            self._order = (self._version, *self._order[1:])
         if self.parent is not None:
             self.parent.program.touch()
 
@@ -242,7 +245,7 @@ class Graph(HasStartup):
         variable.persistable, variable.trainable, variable.data = persistable, trainable, data
         self._variables[name] = variable
         add_variables((variable,))
-        self.touch()
+        self.touch(variables_alone=True)
         return variable
 
     def declare(self, names: Iterable[str]) -> list[Variable]:
@@ -251,7 +254,7 @@ class Graph(HasStartup):
         self._next_key += len(made)
         self._variables |= {variable.name: variable for variable in made}
         add_variables(made)
-        self.touch()
+        self.touch(variables_alone=True)
         return made
 
     def add_input(self, name: str, dtype: Any, shape: Iterable[Any] | None) -> Variable:
@@ -280,18 +283,21 @@ class Graph(HasStartup):
 
         ``role``: that of the context where it is left out, but what reads a part of the training step is of that part.
         """
-        op = self.add_read(type, inputs, outputs, attrs if isinstance(attrs, Attributes) else Attributes(attrs), domain)
+        made = attrs if isinstance(attrs, Attributes) else Attributes(attrs)
+        check_slots(self, type, inputs, outputs)
+        op = self.add_read(type, list(inputs), list(outputs), made, domain)
         op.name = name
-        op.role = role or _role(inputs)
+        op.role = role or role_after(context.role(), inputs)
         op.guard = context.in_fp16_guard()
         op.scope = context.scope_name()
         return op
 
     def add_read(self, type: str, inputs: Slots, outputs: Slots, attrs: Attributes, domain: str) -> Operator:
-        """:meth:`add_operator` for an operator of a file: the context in which it is read means nothing to it."""
+        """:meth:`add_operator` of a file: the slots are new lists of variables of this program, made by nobody else."""
         op = Operator(self, self._next_key, type, domain, attrs)
+        op.inputs, op.outputs = inputs, outputs
         self._next_key += 1
-        op.connect(inputs, outputs)
+        add_operator(op)
         self._operators[op.key] = op
         for nested in attrs.programs:
             nested.parent = op
@@ -314,7 +320,7 @@ class Graph(HasStartup):
         if variable in self.inputs:
             self.inputs = [v for v in self.inputs if v is not variable]
         self.updates.pop(variable, None)
-        self.touch()
+        self.touch(variables_alone=True)
 
     def rename_variable(self, variable: Variable, name: str) -> None:
         """Give a variable another, unused, name; its place in the order of variables stays."""
@@ -392,9 +398,3 @@ class Graph(HasStartup):
         return (
             f"<{type(self).__name__} {self.name}: {len(self._operators)} operators, {len(self._variables)} variables>"
         )
-
-
-def _role(inputs: Slots) -> str:
-    """The context's role; in forward code, the latest of the operators that make the inputs."""
-    made = [v.producer.role for v in inputs if v is not None and v.producer is not None]
-    return max([context.role(), *made], key=ROLES.index) if context.role() == FORWARD else context.role()

@@ -27,33 +27,37 @@ _FREE_INITIALIZERS = 4
 _ALIKE = 32
 
 
-def typed_by_kind(program: Graph, nodes: Sequence[NodeFields]) -> bool:
-    """Put on the variables of a program the types that ONNX infers, where types alone say them; whether they do.
+def typed_by_kind(program: Graph, nodes: Sequence[NodeFields]) -> list[Operator] | None:
+    """Put on the variables of a program the types that ONNX infers, where types alone say them; one operator a kind.
 
     ``nodes``: the program's in the file. Where an operator looks at what its inputs hold, has a graph or is defined
-    elsewhere, where the file says another type, or a size is not known, or nodes are not in order, nothing is changed;
-    nor where there are many kinds.
+    elsewhere, where the file says another type, or a size is not known, or nodes are not in order, nothing is changed,
+    nor where there are many kinds: None.
     """
     if len({(node.type, node.numbers) for node in nodes}) > len(nodes) // _ALIKE:
-        return False
+        return None
     info, source = program.info, source_of(program)
     listed = [entry.variable for entry in source.inputs] if source is not None else []
     if info.functions or info.ir_version < _FREE_INITIALIZERS or any(v is None or v.data is not None for v in listed):
-        return False
+        return None
     declared = {entry.variable for entry in (*source.outputs, *source.value_info)} if source is not None else set()
     declared.discard(None)
-    if _type(program.added, nodes, declared):
-        return True
+    kinds = _type(program.added, nodes, declared)
+    if kinds is not None:
+        return kinds
     for op in program.added:
         for variable in op.outputs:
             if variable is not None and variable not in declared:
                 variable.dtype = variable.shape = None
-    return False
+    return None
 
 
-def _type(operators: Iterable[Operator], nodes: Sequence[NodeFields], declared: Container[Variable | None]) -> bool:
-    """Put types on what operators make, as far as that goes; whether it goes to the end."""
+def _type(
+    operators: Iterable[Operator], nodes: Sequence[NodeFields], declared: Container[Variable | None]
+) -> list[Operator] | None:
+    """Put types on what operators make, as far as that goes; one operator a kind if it goes to the end."""
     known: dict[tuple[object, ...], list[_Type]] = {}
+    kinds: list[Operator] = []
     type_of = attrgetter("dtype", "shape")
     for op, node in zip(operators, nodes, strict=True):
         read = map(type_of, op.inputs) if "" not in node.inputs else [v and type_of(v) for v in op.inputs]
@@ -61,15 +65,16 @@ def _type(operators: Iterable[Operator], nodes: Sequence[NodeFields], declared: 
         made = known.get(kind)
         if made is None:
             made = known[kind] = _made(op) if node.numbers is not None else []
+            kinds.append(op)
             if not made or len(known) > len(nodes) // _ALIKE:
-                return False
+                return None
         for variable, (dtype, shape) in zip(op.outputs, made, strict=True):
             if variable not in declared:
                 if variable is not None:
                     variable.dtype, variable.shape = dtype, shape
             elif type_of(variable) != (dtype, shape):
-                return False
-    return True
+                return None
+    return kinds
 
 
 def _made(op: Operator) -> list[_Type]:

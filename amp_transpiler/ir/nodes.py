@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import numpy as np
 
 from amp_transpiler.errors import ArgumentTypeError, GraphError
-from amp_transpiler.ir.adjacency import CAPTURE, add_operator, add_result, add_use, drop_result, drop_use, filled, trim
+from amp_transpiler.ir.adjacency import CAPTURE, add_result, add_use, drop_result, drop_use, filled, trim
 from amp_transpiler.ir.attributes import Attributes
 from amp_transpiler.ir.reasons import Reason, parse
 from amp_transpiler.lists.paddle import paddle_attributes
@@ -315,24 +315,6 @@ class Operator:
         """The output in ``slot``, None where it is absent."""
         return self.outputs[slot] if slot < len(self.outputs) else None
 
-    def connect(self, inputs: Sequence[Variable | None], outputs: Sequence[Variable | None]) -> None:
-        """Give a new operator what it reads and writes."""
-        program = self.program
-        for variable in inputs:
-            if variable is not None and variable.program is not program:
-                program.must_own(variable)
-        for slot, variable in enumerate(outputs):
-            if variable is None:
-                continue
-            if variable.program is not program:
-                program.must_own(variable)
-            if variable.producer is not None:
-                self._refuse(variable)
-            variable.producer, variable.producer_slot = self, slot
-        self.inputs = list(inputs)
-        self.outputs = list(outputs)
-        add_operator(self)
-
     def set_input(self, slot: int, variable: Variable | None) -> None:
         """Make ``variable`` the input in ``slot``."""
         inputs = filled(self.inputs, slot)
@@ -357,19 +339,11 @@ class Operator:
         if variable is not None:
             self.program.must_own(variable)
             if variable.producer is not None:
-                self._refuse(variable)
+                _refuse(variable, variable.producer.label, self.label)
             add_result(variable, self, slot)
         else:
             trim(outputs)
         self.program.touch()
-
-    def _refuse(self, variable: Variable) -> NoReturn:
-        """GraphError: another operator makes the variable."""
-        assert variable.producer is not None
-        raise GraphError(
-            f"variable '{variable.name}' would have two producers: '{variable.producer.label}' and '{self.label}'; a "
-            "variable is written once"
-        )
 
     def add_capture(self, variable: Variable) -> None:
         """Record that a nested graph of this operator reads ``variable``."""
@@ -390,3 +364,32 @@ class Operator:
         ins = ", ".join("" if v is None else v.name for v in self.inputs)
         outs = ", ".join("" if v is None else v.name for v in self.outputs)
         return f"<{outs} = {self.full_type}({ins})>"
+
+
+_Slots = Sequence[Variable | None]
+
+
+def role_after(role: str, inputs: _Slots) -> str:
+    """The role of a new operator where ``role`` is the context's: in forward code the latest of its inputs' makers."""
+    made = [v.producer.role for v in inputs if v is not None and v.producer is not None]
+    return max([role, *made], key=ROLES.index) if role == FORWARD else role
+
+
+def check_slots(program: Graph, type: str, inputs: _Slots, outputs: _Slots) -> None:
+    """GraphError where a new operator of this type may not have these slots."""
+    for variable in (*inputs, *outputs):
+        if variable is not None and variable.program is not program:
+            program.must_own(variable)
+    made: set[Variable] = set()
+    for variable in outputs:
+        if variable is not None and (variable.producer is not None or variable in made):
+            _refuse(variable, type if variable.producer is None else variable.producer.label, type)
+        if variable is not None:
+            made.add(variable)
+
+
+def _refuse(variable: Variable, one: str, other: str) -> NoReturn:
+    """GraphError: another operator makes the variable."""
+    raise GraphError(
+        f"variable '{variable.name}' would have two producers: '{one}' and '{other}'; a variable is written once"
+    )

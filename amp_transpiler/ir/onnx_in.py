@@ -80,9 +80,10 @@ def program_of(read: ModelFile, made: Callable[[str], G], name: str | None = Non
     source.model = reader.files.embedded(copy_without(model, ("graph", "functions")))
     _check_domain(program, read.label)
     _mark_parameters(program, weights)
-    if read.model.graph.sparse_initializer or not typed_by_kind(program, read.nodes):
+    kinds = None if read.model.graph.sparse_initializer else typed_by_kind(program, read.nodes)
+    if kinds is None:
         annotate(program, _as_read(program, read))
-    clashes = all_clashes(program)
+    clashes = all_clashes(program, kinds)
     if clashes:
         raise GraphError("; ".join(clashes[:3]))
     _settle(program)
@@ -200,9 +201,9 @@ class _Reader(Generic[G]):
         frame = _Frame(program, outer)
         self._initializers(program, source, initializers, graph.sparse_initializer)
         self._inputs(program, source, graph.input)
-        self._declare_outputs(program, nodes)
+        made = iter(self._declare_outputs(program, nodes))
         for node in nodes:
-            self._operator(frame, node)
+            self._operator(frame, node, [next(made) if output else None for output in node.outputs])
         for info in graph.output:
             variable = frame.find(info.name)
             if variable is None:
@@ -241,9 +242,16 @@ class _Reader(Generic[G]):
                 program.add_input(info.name, None, None)
             source.inputs.append(_entry(program.var(info.name), info))
 
-    def _declare_outputs(self, program: Graph, nodes: Iterable[NodeFields]) -> None:
+    def _declare_outputs(self, program: Graph, nodes: Iterable[NodeFields]) -> list[Variable]:
+        """What nodes make, in order, less what they leave out."""
+        made = [output for node in nodes for output in node.outputs if output]
         known = set(program.names)
-        made: list[str] = []
+        if len(set(made)) < len(made) or not known.isdisjoint(made):
+            self._refuse_names(program, nodes, known)
+        return program.declare(made)
+
+    def _refuse_names(self, program: Graph, nodes: Iterable[NodeFields], known: set[str]) -> None:
+        """GraphError for the first of the nodes that writes what is there already."""
         for node in nodes:
             for output in node.outputs:
                 if output in known:
@@ -253,10 +261,8 @@ class _Reader(Generic[G]):
                     )
                 if output:
                     known.add(output)
-                    made.append(output)
-        program.declare(made)
 
-    def _operator(self, frame: _Frame[G], node: NodeFields) -> None:
+    def _operator(self, frame: _Frame[G], node: NodeFields, outputs: list[Variable | None]) -> None:
         program, proto = frame.program, node.proto
         attributes = Attributes()
         captured: dict[Variable, None] = {}
@@ -265,10 +271,10 @@ class _Reader(Generic[G]):
                 self._attribute(attributes, attribute, frame, captured)
             else:
                 attributes.keep(attribute)
-        inputs, outputs = program.find_all(node.inputs), program.find_all(node.outputs)
+        inputs = program.find_all(node.inputs)
         if None in inputs:
             inputs = [v or self._read(frame, node, name) for v, name in zip(inputs, node.inputs, strict=True)]
-        op = program.add_read(node.type, inputs, outputs, attributes, plain_domain(node.domain))
+        op = program.add_read(node.type, inputs, outputs, attributes, node.domain and plain_domain(node.domain))
         op.name = node.name
         if not node.plain:
             op.overload, op.doc = proto.overload, proto.doc_string

@@ -185,14 +185,21 @@ def types_of(model, monkeypatch, alike=typed_by_kind):
     found = []
     monkeypatch.setattr(kinds, "_ALIKE", 1)  # few are alike in a model of a few lines
     monkeypatch.setattr(onnx_in, "typed_by_kind", lambda *given: found.append(alike(*given)) or found[0])
-    return {v.name: (v.dtype, v.shape) for v in Program.from_onnx(model).variables}, found[0]
+    return {v.name: (v.dtype, v.shape) for v in Program.from_onnx(model).variables}, found[0] is not None
 
 
 def test_types_that_follow_from_types_are_those_of_the_whole_model(monkeypatch):
     types, alike = types_of(text(ALIKE), monkeypatch)
     assert alike
-    assert types == types_of(text(ALIKE), monkeypatch, lambda program, nodes: False)[0]
+    assert types == types_of(text(ALIKE), monkeypatch, lambda program, nodes: None)[0]
     assert types["l"] == ("float32", ("N", 8, 8)), "of an operator with two outputs"
+
+
+def test_types_that_an_operator_does_not_take_are_found_where_each_kind_is_typed_once(monkeypatch):
+    model = text('<ir_version: 9, opset_import: ["" : 17]> g (int64[2] x) => (int64[2] y) { y = Tanh (x) }')
+    for alike in (typed_by_kind, lambda program, nodes: None):
+        with pytest.raises(GraphError, match="Tanh.*input 'x' is int64, which the operator does not take"):
+            types_of(model, monkeypatch, alike)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +220,7 @@ def test_what_types_alone_do_not_say_is_asked_of_the_whole_model(graph, monkeypa
     model = text(f'<ir_version: 9, opset_import: ["" : 17, "com.microsoft" : 1]> g {graph}')
     types, alike = types_of(model, monkeypatch)
     assert not alike
-    assert types == types_of(model, monkeypatch, lambda program, nodes: False)[0]
+    assert types == types_of(model, monkeypatch, lambda program, nodes: None)[0]
 
 
 @pytest.mark.parametrize("ir_version", [3, 4])
@@ -222,4 +229,4 @@ def test_initializers_that_are_inputs_are_typed_with_the_whole_model(ir_version,
         f'<ir_version: {ir_version}, opset_import: ["" : 9]> '
         "g (float[2] x, float[A] w) => (float[2] y) <float[2] w = {1.0, 2.0}> { y = Add (x, w) }"
     )
-    assert types_of(model, monkeypatch) == types_of(model, monkeypatch, lambda program, nodes: False)
+    assert types_of(model, monkeypatch) == types_of(model, monkeypatch, lambda program, nodes: None)
