@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from amp_transpiler.runtime import CPUPlace, Executor, Scope
-from tests.helpers import node_tests
+from tests.helpers.made_once import keep_in
 from tests.helpers.on_places import PLACES, choose
 from tests.helpers.webgpu_sessions import REQUIRED, built_in, devices, real_card
 
@@ -62,7 +62,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _shared_by_the_processes_of_a_run(tmp_path_factory: pytest.TempPathFactory) -> None:
     own = tmp_path_factory.getbasetemp()
-    node_tests.share(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
+    keep_in(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
 
 
 @pytest.fixture

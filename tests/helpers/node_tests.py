@@ -1,35 +1,26 @@
-"""The node tests of the onnx package, which takes five seconds to make them: once in a run, for all its processes."""
+"""The node tests of the onnx package, which takes five seconds to make them."""
 
 from __future__ import annotations
 
-import os
 import pickle
 import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-_shared: list[Path] = []
-
-
-def share(folder: Path) -> None:
-    """Keep them in a folder that the processes of this run share."""
-    _shared[:] = [folder / "onnx_node_tests.pickle"]
+from tests.helpers.made_once import made_once
 
 
 @cache
 def node_tests() -> list[Any]:
     """Name, model and data sets of each, as ``onnx.backend.test`` has them."""
-    if _shared and _shared[0].exists():
-        found: list[Any] = pickle.loads(_shared[0].read_bytes())
-        return found
+    found: list[Any] = pickle.loads((made_once("onnx_node_tests", _make) / "pickle").read_bytes())
+    return found
+
+
+def _make(folder: Path) -> None:
     from onnx.backend.test.case.node import collect_testcases
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = collect_testcases(None)
-    if _shared:
-        own = _shared[0].with_suffix(f".{os.getpid()}")
-        own.write_bytes(pickle.dumps(found))
-        own.replace(_shared[0])
-    return found
+        (folder / "pickle").write_bytes(pickle.dumps(collect_testcases(None)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -11,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.fake_nccl import COMPUTE
-from tests.helpers.placement import needs_placement_tool
+from tests.helpers.placement import cuda_stubs, needs_placement_tool
 from tests.helpers.where import ROOT
-from tests.tools import cuda_placement
+from tests.tools.cuda_placement import over_stubs
 
 pytestmark = needs_placement_tool
 
@@ -172,36 +171,28 @@ print("asked in all |", *(line.split(":")[0] for line in log.read_text().split()
 """
 
 
-@pytest.fixture(scope="module")
-def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("stubs")
-    cuda_placement.build_stubs(folder)
-    return folder
-
-
-def printed(script: str, stubs: Path) -> dict[str, str]:
-    """What a script prints, by label."""
-    path = os.pathsep.join(filter(None, [str(stubs), os.environ.get("LD_LIBRARY_PATH", "")]))
+def printed(script: str, folder: Path) -> dict[str, str]:
+    """What a script prints, by label; ``folder`` is for the log."""
     done = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
         timeout=300,
         cwd=ROOT,
-        env=dict(os.environ, LD_LIBRARY_PATH=path, CUDA_STUB_LOG=str(stubs / "asked")),
+        env=over_stubs(cuda_stubs()) | {"CUDA_STUB_LOG": str(folder / "asked")},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return dict(line.split(" | ", 1) for line in done.stdout.splitlines() if " | " in line)
 
 
 @pytest.fixture(scope="module")
-def lines(stubs: Path) -> dict[str, str]:
-    return printed(SCRIPT, stubs)
+def lines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return printed(SCRIPT, tmp_path_factory.mktemp("alone"))
 
 
 @pytest.fixture(scope="module")
-def of_ranks(stubs: Path) -> dict[str, str]:
-    return printed(RANKS, stubs)
+def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return printed(RANKS, tmp_path_factory.mktemp("of_ranks"))
 
 
 def test_a_device_that_is_not_there(lines: dict[str, str]) -> None:

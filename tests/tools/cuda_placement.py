@@ -141,6 +141,12 @@ def build_stubs(folder):
         )
 
 
+def over_stubs(folder):
+    """The environment in which the provider finds the stub libraries of a folder."""
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH")]))
+    return dict(os.environ, CUDA_PLACEMENT_STUBS=str(folder), LD_LIBRARY_PATH=path)
+
+
 def placement(path, cuda_graph):
     import onnxruntime as ort
 
@@ -178,12 +184,7 @@ def main():
     if os.environ.get("CUDA_PLACEMENT_STUBS") is None:
         with tempfile.TemporaryDirectory() as folder:
             build_stubs(pathlib.Path(folder))
-            env = dict(
-                os.environ,
-                CUDA_PLACEMENT_STUBS=folder,
-                LD_LIBRARY_PATH=folder + os.pathsep + os.environ.get("LD_LIBRARY_PATH", ""),
-            )
-            sys.exit(subprocess.run([sys.executable, *sys.argv], env=env).returncode)
+            sys.exit(subprocess.run([sys.executable, *sys.argv], env=over_stubs(folder)).returncode)
     try:
         where, copies = placement(args.model, args.cuda_graph)
     except Exception as error:  # onnxruntime raises its own family of errors here
