@@ -21,11 +21,10 @@ from amp_transpiler.conversion.one_session import ran
 from amp_transpiler.conversion.open_reshapes import infer_open_sizes
 from amp_transpiler.conversion.protected import converted, protected
 from amp_transpiler.errors import GraphError
-from amp_transpiler.ir.adjacency import CAPTURE
 from amp_transpiler.ir.annotate import annotate, refine
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import constant_array, infer_operator, static
-from amp_transpiler.ir.nodes import Operator, Shape, Variable
+from amp_transpiler.ir.nodes import CAPTURE, Operator, Shape, Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.proto_residue import listed_inputs
 from amp_transpiler.ir.tensors import as_array, byte_size, tensor_type

@@ -1,116 +1,90 @@
-"""The edges of a program: each variable knows its readers, and a networkx graph is drawn where somebody asks for one.
-
-A drawn graph is kept in step from then on. It has ten dictionaries for each operator, two thirds of all that a program
-of thousands holds, and most programs are read, decided and written without one.
-"""
+"""The dictionaries that networkx keeps a graph in: its methods and views cost several times as much."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from operator import attrgetter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import networkx as nx
 
-#: What a slot is called in which a nested graph of an operator reads.
-CAPTURE = "capture"
+#: By key of a node, its neighbours by key, and for each the edges by slot.
+Adjacency = Mapping[int, Mapping[int, Mapping[int | str, Any]]]
 
 
-def draw(graph: nx.MultiDiGraph, variables: Iterable[Any], operators: Iterable[Any]) -> nx.MultiDiGraph:
-    """Fill an empty graph: variables and operators by key, edges by slot."""
-    variables, operators = list(variables), list(operators)
-    items: list[Any] = [*variables, *operators]
-    for item in sorted(items, key=attrgetter("key")):
-        graph.add_node(item.key, item=item)
-    for variable in variables:
-        for op, slots in variable.uses.items():
-            for slot in slots:
-                graph.add_edge(variable.key, op.key, key=slot)
-    for op in operators:
-        _draw_outputs(graph, op)
-    return graph
+def successors(graph: nx.MultiDiGraph) -> Adjacency:
+    """What reads a variable, or what an operator writes."""
+    found: Adjacency = graph._succ
+    return found
 
 
-def add_variables(variables: Iterable[Any]) -> None:
-    """Put new variables into the graph of their program, where it is drawn."""
-    for variable in variables:
-        if variable.program.drawn is None:
-            return
-        variable.program.drawn.add_node(variable.key, item=variable)
+def predecessors(graph: nx.MultiDiGraph) -> Adjacency:
+    """What writes a variable, or what an operator reads."""
+    found: Adjacency = graph._pred
+    return found
 
 
-def remove_variable(variable: Any) -> None:
-    """Take a variable that nothing reads or writes out of the graph of its program, where it is drawn."""
-    if variable.program.drawn is not None:
-        variable.program.drawn.remove_node(variable.key)
+def contents(graph: nx.MultiDiGraph) -> Mapping[int, Mapping[str, Any]]:
+    """By key, the node's variable or operator under ``"item"``."""
+    found: Mapping[int, Mapping[str, Any]] = graph._node
+    return found
 
 
-def add_operator(op: Any) -> None:
-    """Let the variables that a new operator reads and writes know it."""
-    for slot, variable in enumerate(op.outputs):
-        if variable is not None:
-            variable.producer, variable.producer_slot = op, slot
-    for slot, variable in enumerate(op.inputs):
-        if variable is not None:
-            uses = variable.uses
-            uses[op] = (*uses[op], slot) if op in uses else (slot,)
-    graph = op.program.drawn
-    if graph is not None:
-        graph.add_node(op.key, item=op)
-        for slot, variable in enumerate(op.inputs):
-            if variable is not None:
-                graph.add_edge(variable.key, op.key, key=slot)
-        _draw_outputs(graph, op)
+def add_nodes(graph: nx.MultiDiGraph, items: Iterable[Any]) -> None:
+    """What ``graph.add_node(item.key, item=item)`` does for each of some items with new keys."""
+    succ, pred, node = graph._succ, graph._pred, graph._node
+    for item in items:
+        key = item.key
+        succ[key], pred[key], node[key] = {}, {}, {"item": item}
+    _changed(graph)
 
 
-def _draw_outputs(graph: nx.MultiDiGraph, op: Any) -> None:
-    for slot, variable in enumerate(op.outputs):
-        if variable is not None:
-            graph.add_edge(op.key, variable.key, key=slot)
+def add_edge(graph: nx.MultiDiGraph, tail: int, head: int, slot: int | str) -> None:
+    """What ``graph.add_edge(tail, head, key=slot)`` does between nodes that are there."""
+    slots = graph._succ[tail].get(head)
+    if slots is None:
+        slots = graph._succ[tail][head] = graph._pred[head][tail] = {}
+    slots.setdefault(slot, {})
+    _changed(graph)
 
 
-def add_use(variable: Any, op: Any, slot: int | str) -> None:
-    """Let a variable know that the operator reads it in this slot as well."""
-    variable.uses[op] = (*variable.uses.get(op, ()), slot)
-    if op.program.drawn is not None:
-        op.program.drawn.add_edge(variable.key, op.key, key=slot)
+def add_operator(graph: nx.MultiDiGraph, op: Any) -> None:
+    """What ``graph.add_node(op.key, item=op)``, and ``graph.add_edge`` for each of its slots, do for a new operator.
+
+    What it writes knows it.
+    """
+    succ, pred, key = graph._succ, graph._pred, op.key
+    after: dict[int, Any] = {}
+    before: dict[int, Any] = {}
+    succ[key], pred[key], graph._node[key] = after, before, {"item": op}
+    for slot, item in enumerate(op.inputs):
+        if item is not None:
+            tail = item.key
+            if tail in before:
+                before[tail][slot] = {}
+            else:
+                before[tail] = succ[tail][key] = {slot: {}}
+    for slot, item in enumerate(op.outputs):
+        if item is not None:
+            item.producer, item.producer_slot = op, slot
+            after[item.key] = pred[item.key][key] = {slot: {}}
+    _changed(graph)
 
 
-def drop_use(variable: Any, op: Any, slot: int | str) -> None:
-    """Let a variable know that the operator does not read it in this slot any more."""
-    slots = tuple(other for other in variable.uses[op] if other != slot)
-    if slots:
-        variable.uses[op] = slots
-    else:
-        del variable.uses[op]
-    if op.program.drawn is not None:
-        op.program.drawn.remove_edge(variable.key, op.key, key=slot)
+def remove_node(graph: nx.MultiDiGraph, key: int) -> None:
+    """What ``graph.remove_node(key)`` does for a node that is there."""
+    for head in graph._succ.pop(key):
+        del graph._pred[head][key]
+    for tail in graph._pred.pop(key):
+        if tail != key:
+            del graph._succ[tail][key]
+    del graph._node[key]
+    _changed(graph)
 
 
-def add_result(variable: Any, op: Any, slot: int) -> None:
-    """Let a variable without a producer know that the operator writes it."""
-    variable.producer, variable.producer_slot = op, slot
-    if op.program.drawn is not None:
-        op.program.drawn.add_edge(op.key, variable.key, key=slot)
-
-
-def drop_result(variable: Any, op: Any, slot: int) -> None:
-    """Let a variable know that the operator does not write it any more."""
-    variable.producer, variable.producer_slot = None, -1
-    if op.program.drawn is not None:
-        op.program.drawn.remove_edge(op.key, variable.key, key=slot)
-
-
-def remove_operator(op: Any) -> None:
-    """Let what the operator reads and writes, in its nested graphs too, forget it."""
-    for variable in op.outputs:
-        if variable is not None:
-            variable.producer, variable.producer_slot = None, -1
-    for variable in (*op.inputs, *op.captured):
-        if variable is not None:
-            variable.uses.pop(op, None)
-    if op.program.drawn is not None:
-        op.program.drawn.remove_node(op.key)
+def _changed(graph: nx.MultiDiGraph) -> None:
+    """Forget what networkx's backends made of the graph."""
+    if graph.__networkx_cache__:
+        graph.__networkx_cache__.clear()
 
 
 def filled(slots: Sequence[Any], slot: int) -> list[Any]:

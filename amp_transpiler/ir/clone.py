@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import onnx
 
+from amp_transpiler.ir.adjacency import successors
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import FORWARD, Operator, Variable
 from amp_transpiler.ir.opdef import lookup
@@ -164,8 +165,8 @@ def _evaluate(old: Graph, new: Graph, copies: dict[Variable, Variable]) -> None:
     _remove_dead(new, [copies[value] for value in old.updates.values()])
     used = set(new.inputs) | set(new.outputs)
     for before, after in copies.items():
-        had_use = before.producer is not None or before.uses
-        if had_use and after not in used and not (after.uses or after.producer):
+        had_use = before.producer is not None or old.graph.degree(before.key) > 0
+        if had_use and after not in used and not new.graph.degree(after.key):
             new.remove_variable(after)
 
 
@@ -179,7 +180,7 @@ def _remove_dead(program: Graph, targets: list[Variable]) -> None:
     stack = list(targets)
     while stack:
         variable = stack.pop()
-        if variable in kept or variable.uses:
+        if variable in kept or successors(program.graph)[variable.key]:
             continue
         unread.add(variable)
         op = variable.producer

@@ -1,9 +1,9 @@
-"""Graph: operators and variables, which are nodes of one networkx MultiDiGraph.
+"""Graph: operators and variables on one networkx MultiDiGraph.
 
-Nodes have integer keys, so that nothing hangs on addresses; an edge carries its slot as its key: ``variable ->
-operator`` the input slot, ``operator -> variable`` the output slot, ``variable -> operator`` with key ``"capture"`` a
-variable that a nested graph of the operator reads. The networkx graph is drawn where it is first asked for. Every
-change goes through the methods of this module, which keep slots, readers and a drawn graph in step.
+Operators and variables are nodes (integer keys, so that nothing hangs on addresses); an edge carries
+its slot as its key: ``variable -> operator`` the input slot, ``operator -> variable`` the output slot,
+``variable -> operator`` with key ``"capture"`` a variable that a nested graph of the operator reads.
+Every change goes through the methods of this module, which keep edges and ordered slots in step.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import networkx as nx
 from amp_transpiler.errors import ArgumentError, GraphError
 from amp_transpiler.ir import context, unique_name
 from amp_transpiler.ir.accumulation_window import AccumulationWindow
-from amp_transpiler.ir.adjacency import CAPTURE, add_operator, add_variables, draw, remove_operator, remove_variable
+from amp_transpiler.ir.adjacency import add_nodes, add_operator, predecessors, remove_node, successors
 from amp_transpiler.ir.attributes import Attributes
 from amp_transpiler.ir.model_info import ModelInfo
-from amp_transpiler.ir.nodes import Operator, Variable, check_slots, role_after
+from amp_transpiler.ir.nodes import CAPTURE, Operator, Variable, check_slots, role_after
 from amp_transpiler.ir.order import topological_order, walked
 from amp_transpiler.ir.patterns import matching
 from amp_transpiler.ir.startup import HasStartup
@@ -48,8 +48,7 @@ class Graph(HasStartup):
     """
 
     def __init__(self, name: str | None = None, startup: Self | None = None) -> None:
-        #: :attr:`graph`, once somebody has asked for it.
-        self.drawn: nx.MultiDiGraph | None = None
+        self.graph: nx.MultiDiGraph = nx.MultiDiGraph()
         self.call(name or f"program_{next(_numbers)}", name or "main")
         self.info = ModelInfo()
         self.inputs: list[Variable] = []
@@ -91,13 +90,6 @@ class Graph(HasStartup):
         return graph_name if self.name == name else self.name
 
     # -- looking -------------------------------------------------------------------------------
-    @property
-    def graph(self) -> nx.MultiDiGraph:
-        """Operators and variables, each the ``item`` of its key; follows every change from now on."""
-        if self.drawn is None:
-            self.drawn = draw(nx.MultiDiGraph(), self.variables, self.added)
-        return self.drawn
-
     def opset(self, domain: str = "") -> int:
         """The operator set version that this program's operators of ``domain`` are written in."""
         program = self
@@ -244,7 +236,7 @@ class Graph(HasStartup):
         )
         variable.persistable, variable.trainable, variable.data = persistable, trainable, data
         self._variables[name] = variable
-        add_variables((variable,))
+        add_nodes(self.graph, (variable,))
         self.touch(variables_alone=True)
         return variable
 
@@ -253,7 +245,7 @@ class Graph(HasStartup):
         made = [Variable(self, key, name, None, None) for key, name in enumerate(names, self._next_key)]
         self._next_key += len(made)
         self._variables |= {variable.name: variable for variable in made}
-        add_variables(made)
+        add_nodes(self.graph, made)
         self.touch(variables_alone=True)
         return made
 
@@ -297,7 +289,7 @@ class Graph(HasStartup):
         op = Operator(self, self._next_key, type, domain, attrs)
         op.inputs, op.outputs = inputs, outputs
         self._next_key += 1
-        add_operator(op)
+        add_operator(self.graph, op)
         self._operators[op.key] = op
         for nested in attrs.programs:
             nested.parent = op
@@ -306,17 +298,20 @@ class Graph(HasStartup):
 
     def remove_operator(self, op: Operator) -> None:
         """Take the operator out; its outputs stay, without a producer."""
+        for variable in op.outputs:
+            if variable is not None:
+                variable.producer, variable.producer_slot = None, -1
         del self._operators[op.key]
-        remove_operator(op)
+        remove_node(self.graph, op.key)
         self.touch()
 
     def remove_variable(self, variable: Variable) -> None:
         """Take out a variable that nothing reads or writes."""
         self.must_own(variable)
-        if variable.uses or variable.producer is not None:
+        if successors(self.graph)[variable.key] or predecessors(self.graph)[variable.key]:
             raise GraphError(f"variable '{variable.name}' is still in use and cannot be removed")
         del self._variables[variable.name]
-        remove_variable(variable)
+        remove_node(self.graph, variable.key)
         if variable in self.inputs:
             self.inputs = [v for v in self.inputs if v is not variable]
         self.updates.pop(variable, None)
@@ -342,14 +337,14 @@ class Graph(HasStartup):
                         if inner.outer is old:
                             inner.outer = new
                             inner.dtype = new.dtype
-                op.remove_capture(old)
+                self.graph.remove_edge(old.key, op.key, key=CAPTURE)
                 op.add_capture(new)
             else:
                 op.set_input(int(slot), new)
 
     def exchange(self, other: Graph) -> None:
         """Let each graph hold what the other held, and keep its name, its startup program and how it is treated."""
-        self.drawn, other.drawn = other.drawn, self.drawn
+        self.graph, other.graph = other.graph, self.graph
         self.info, other.info = other.info, self.info
         self.inputs, other.inputs = other.inputs, self.inputs
         self.outputs, other.outputs = other.outputs, self.outputs

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import numpy as np
 
 from amp_transpiler.errors import ArgumentTypeError, GraphError
-from amp_transpiler.ir.adjacency import CAPTURE, add_result, add_use, drop_result, drop_use, filled, trim
+from amp_transpiler.ir.adjacency import add_edge, contents, filled, predecessors, successors, trim
 from amp_transpiler.ir.attributes import Attributes
 from amp_transpiler.ir.reasons import Reason, parse
 from amp_transpiler.lists.paddle import paddle_attributes
@@ -24,10 +24,9 @@ FORWARD, BACKWARD, SCALING, UPDATE = "forward", "backward", "loss_scaling", "upd
 ROLES = (FORWARD, BACKWARD, SCALING, UPDATE)
 #: The domain of this package's own operators.
 OWN = "amp_transpiler"
+CAPTURE = "capture"
 
 Shape = tuple[int | str | None, ...]
-#: What operators without nested graphs share; nobody writes to it.
-_NOTHING: dict[Variable, None] = {}
 #: What may stand beside a variable: a number or array takes its element type.
 Operand: TypeAlias = "Variable | float | np.number[Any] | np.ndarray[Any, Any] | list[Any] | tuple[Any, ...]"
 
@@ -91,7 +90,6 @@ class Variable:
         "stop_gradient",
         "trainable",
         "type_proto",
-        "uses",
     )
 
     def __init__(self, program: Graph, key: int, name: str, dtype: str | None, shape: Shape | None) -> None:
@@ -106,8 +104,6 @@ class Variable:
         self.data: Any = None
         self.producer: Operator | None = None
         self.producer_slot = -1
-        #: The operators that read it, each with the slots in which it does, as they came.
-        self.uses: dict[Operator, tuple[int | str, ...]] = {}
         self.outer: Variable | None = None
         self.grad_of: Variable | None = None
         self.rows: Variable | None = None
@@ -132,7 +128,8 @@ class Variable:
     @property
     def readers(self) -> list[tuple[Operator, int | str]]:
         """(operator, slot) for each use, in the order in which the operators were added."""
-        found = [(op, slot) for op, slots in self.uses.items() for slot in slots]
+        nodes, reads = contents(self.program.graph), successors(self.program.graph)[self.key]
+        found = [(nodes[key]["item"], slot) for key, slots in reads.items() for slot in slots]
         if len(found) > 1:
             found.sort(key=lambda use: (use[0].key, str(use[1])))
         return found
@@ -220,7 +217,6 @@ class Operator:
     #: By name, with what is to be said of those that nobody sets.
     __slots__ = {
         "attrs": None,
-        "captured": "Variables of the program that nested graphs of the operator read, as they came.",
         "doc": None,
         "domain": None,
         "guard": None,
@@ -261,7 +257,6 @@ class Operator:
         self.source: Any = None
         self.inputs: Sequence[Variable | None] = []
         self.outputs: Sequence[Variable | None] = []
-        self.captured: dict[Variable, None] = _NOTHING
 
     @property
     def reason(self) -> str:
@@ -293,8 +288,8 @@ class Operator:
     @property
     def captures(self) -> list[Variable]:
         """Variables of this program that nested graphs of the operator read."""
-        read = dict.fromkeys(v for v in self.inputs if v in self.captured) if self.captured else {}
-        return [v for v in (read | self.captured) if v is not None]  # what it reads itself as well comes first
+        graph = self.program.graph
+        return [graph.nodes[key]["item"] for key, slots in predecessors(graph)[self.key].items() if CAPTURE in slots]
 
     @property
     def full_type(self) -> str:
@@ -317,30 +312,32 @@ class Operator:
 
     def set_input(self, slot: int, variable: Variable | None) -> None:
         """Make ``variable`` the input in ``slot``."""
-        inputs = filled(self.inputs, slot)
+        graph, inputs = self.program.graph, filled(self.inputs, slot)
         old = inputs[slot]
         if old is not None:
-            drop_use(old, self, slot)
+            graph.remove_edge(old.key, self.key, key=slot)
         inputs[slot] = variable
         if variable is not None:
             self.program.must_own(variable)
-            add_use(variable, self, slot)
+            add_edge(graph, variable.key, self.key, slot)
         else:
             trim(inputs)
         self.program.touch()
 
     def set_output(self, slot: int, variable: Variable | None) -> None:
         """Make this operator the producer of ``variable``, in output ``slot``."""
-        outputs = filled(self.outputs, slot)
+        graph, outputs = self.program.graph, filled(self.outputs, slot)
         old = outputs[slot]
         if old is not None:
-            drop_result(old, self, slot)
+            graph.remove_edge(self.key, old.key, key=slot)
+            old.producer, old.producer_slot = None, -1
         outputs[slot] = variable
         if variable is not None:
             self.program.must_own(variable)
             if variable.producer is not None:
                 _refuse(variable, variable.producer.label, self.label)
-            add_result(variable, self, slot)
+            variable.producer, variable.producer_slot = self, slot
+            add_edge(graph, self.key, variable.key, slot)
         else:
             trim(outputs)
         self.program.touch()
@@ -348,16 +345,13 @@ class Operator:
     def add_capture(self, variable: Variable) -> None:
         """Record that a nested graph of this operator reads ``variable``."""
         self.program.must_own(variable)
-        if CAPTURE not in variable.uses.get(self, ()):
-            self.captured = self.captured or {}
-            self.captured[variable] = None
-            add_use(variable, self, CAPTURE)
+        if not self.program.graph.has_edge(variable.key, self.key, key=CAPTURE):
+            add_edge(self.program.graph, variable.key, self.key, CAPTURE)
             self.program.touch()
 
     def remove_capture(self, variable: Variable) -> None:
         """Record that no nested graph of this operator reads ``variable`` any more."""
-        del self.captured[variable]
-        drop_use(variable, self, CAPTURE)
+        self.program.graph.remove_edge(variable.key, self.key, key=CAPTURE)
         self.program.touch()
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
 """All or nothing: a change of programs that fails in the middle leaves them, and unique names, as they were.
 
-A snapshot copies the short lists and dictionaries of a program, not its contents, and no networkx graph, which is drawn
-anew where a change has to be taken back. Variables and operators keep
+A snapshot copies the short lists and dictionaries of a program, not its contents, and no graph: edges follow from
+the slots of the operators, and are built anew where a change has to be taken back. Variables and operators keep
 their identity, so that what the caller holds stays valid.
 """
 
@@ -13,11 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 from amp_transpiler.ir import unique_name
-from amp_transpiler.ir.adjacency import draw
 from amp_transpiler.ir.attributes import Attributes
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.model_info import ModelInfo
-from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.nodes import CAPTURE, Operator, Variable
 
 
 @contextmanager
@@ -65,24 +64,40 @@ class _Snapshot:
 
     def __init__(self, program: Graph) -> None:
         self.program = program
-        self.fields = {name: _copied(value) for name, value in vars(program).items() if name != "drawn"}
+        self.fields = {name: _copied(value) for name, value in vars(program).items() if name != "graph"}
         self.fields["info"] = _info(program.info)
         self.variables = [(variable, _slots(variable)) for variable in program.variables]
-        self.operators = [(op, _slots(op), _slots(op.attrs)) for op in program.added]
+        self.operators = [
+            (op, _slots(op), _slots(op.attrs), op.captures if op.attrs.graphs else []) for op in program.added
+        ]
         self.nested = [_Snapshot(inner) for op, *_ in self.operators for inner in op.attrs.programs]
 
     def restore(self) -> None:
         for variable, slots in self.variables:
             _set(variable, slots)
-        for op, slots, attrs in self.operators:
+        for op, slots, attrs, _ in self.operators:
             _set(op, slots)
             _set(op.attrs, attrs)
         vars(self.program).update(self.fields)
-        if self.program.drawn is not None:
-            self.program.drawn.clear()
-            draw(self.program.drawn, self.program.variables, self.program.added)
+        self._connect()
         for inner in self.nested:
             inner.restore()
+
+    def _connect(self) -> None:
+        graph = self.program.graph
+        graph.clear()
+        items: list[Variable | Operator] = [*(v for v, _ in self.variables), *(op for op, *_ in self.operators)]
+        for item in sorted(items, key=lambda item: item.key):
+            graph.add_node(item.key, item=item)
+        for op, _, _, captures in self.operators:
+            for slot, variable in enumerate(op.inputs):
+                if variable is not None:
+                    graph.add_edge(variable.key, op.key, key=slot)
+            for variable in captures:
+                graph.add_edge(variable.key, op.key, key=CAPTURE)
+            for slot, variable in enumerate(op.outputs):
+                if variable is not None:
+                    graph.add_edge(op.key, variable.key, key=slot)
 
 
 def _set(item: Variable | Operator | Attributes, slots: dict[str, Any]) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import onnx
 
 from amp_transpiler.errors import GraphError
-from amp_transpiler.ir.adjacency import CAPTURE
+from amp_transpiler.ir.adjacency import predecessors, successors
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.nodes import OWN, Operator, Variable
+from amp_transpiler.ir.nodes import CAPTURE, OWN, Operator, Variable
 from amp_transpiler.ir.types import NAMES, ONNX_TYPES
 
 _SHOWN = 10
@@ -67,11 +67,12 @@ def _findings(program: Graph) -> Iterator[str]:
 # -- structure -----------------------------------------------------------------------------------
 def _edges(program: Graph, op: Operator) -> Iterator[str]:
     listed = {(v.key, slot) for slot, v in enumerate(op.inputs) if v is not None}
-    drawn = {(key, slot) for key, _, slot in program.graph.in_edges(op.key, keys=True) if slot != CAPTURE}
+    read = predecessors(program.graph)[op.key]
+    drawn = {(key, slot) for key, slots in read.items() for slot in slots if slot != CAPTURE}
     if listed != drawn:
         yield f"the input slots of operator '{op.label}' and its edges differ: {op!r}"
     written = {(v.key, slot) for slot, v in enumerate(op.outputs) if v is not None}
-    if written != {(key, slot) for _, key, slot in program.graph.out_edges(op.key, keys=True)}:
+    if written != {(key, slot) for key, slots in successors(program.graph)[op.key].items() for slot in slots}:
         yield f"the output slots of operator '{op.label}' and its edges differ: {op!r}"
     for slot, v in enumerate(op.outputs):
         if v is not None and (v.producer is not op or v.producer_slot != slot):
@@ -82,8 +83,8 @@ def _edges(program: Graph, op: Operator) -> Iterator[str]:
 def _variable(program: Graph, name: str, variable: Variable) -> Iterator[str]:
     if variable.name != name or variable.program is not program:
         yield f"variable '{variable.name}' is filed as '{name}' in program '{program.name}'"
-    producers = [key for key, _ in program.graph.in_edges(variable.key)]
-    if len(producers) > 1:
+    producers = predecessors(program.graph)[variable.key]
+    if len(producers) > 1 or sum(len(slots) for slots in producers.values()) > 1:
         yield f"variable '{name}' has more than one producer"
     if variable.producer is not None and variable.producer.key not in producers:
         yield f"variable '{name}' says that '{variable.producer.label}' writes it, but no edge does"
@@ -94,7 +95,7 @@ def _variable(program: Graph, name: str, variable: Variable) -> Iterator[str]:
         or variable.data is not None
         or variable.outer is not None
     )
-    needed = bool(variable.uses) or any(variable is v for v in program.outputs if not given)
+    needed = bool(successors(program.graph)[variable.key]) or any(variable is v for v in program.outputs if not given)
     if needed and not given:
         readers = variable.readers
         who = f"operator '{readers[0][0].label}' reads" if readers else "the program gives"
@@ -119,7 +120,7 @@ def _captures(program: Graph) -> Iterator[str]:
     """Nested programs reach outwards through one capture edge per level, and shadow nothing that they capture."""
     for op in program.added:
         inner = [v for nested in op.attrs.programs for v in nested.variables if v.outer is not None]
-        drawn = {key for key, _, slot in program.graph.in_edges(op.key, keys=True) if slot == CAPTURE}
+        drawn = {key for key, slots in predecessors(program.graph)[op.key].items() if CAPTURE in slots}
         captured: set[int] = set()
         for v in inner:
             assert v.outer is not None

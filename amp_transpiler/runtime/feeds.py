@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, FeedError, FeedTypeError
+from amp_transpiler.ir.adjacency import predecessors
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Shape, Variable
 from amp_transpiler.ir.types import element_type, numpy_dtype
@@ -202,17 +203,14 @@ def _holds_arrays(value: Any) -> bool:
 
 def _needed_inputs(program: Graph, targets: Iterable[Variable]) -> set[int]:
     """Keys of the inputs that the targets depend on; one walk backwards."""
+    read = predecessors(program.graph)
     seen: set[int] = set()
-    stack = [*targets]
+    stack = [v.key for v in targets]
     while stack:
-        variable = stack.pop()
-        if variable.key in seen:
-            continue
-        seen.add(variable.key)
-        maker = variable.producer
-        if maker is not None and maker.key not in seen:
-            seen.add(maker.key)
-            stack += [v for v in (*maker.inputs, *maker.captures) if v is not None]
+        key = stack.pop()
+        if key not in seen:
+            seen.add(key)
+            stack.extend(read[key])
     return seen
 
 

@@ -120,7 +120,7 @@ def pruned(program: Program, feeds: list[str], fetches: list[str]) -> Program:
     program.inputs = [program.var(name) for name in feeds]
     program.outputs = outputs
     for variable in list(program.variables):
-        if not (variable.uses or variable.producer):
+        if not program.graph.degree(variable.key):
             program.remove_variable(variable)
     return program
 

@@ -1,14 +1,12 @@
 """Program.verify finds what is wrong, and Program.clone copies what is right."""
 
-import networkx as nx
 import numpy as np
 import onnx.parser
 import pytest
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir import opdef
-from amp_transpiler.ir.adjacency import CAPTURE, draw
-from amp_transpiler.ir.nodes import OWN
+from amp_transpiler.ir.nodes import CAPTURE, OWN
 from amp_transpiler.program import Program
 
 NESTED = """
@@ -261,26 +259,3 @@ def test_clone_for_test_drops_a_capture_that_nothing_needs_any_more():
     test = program.clone(for_test=True)
     assert [v.name for v in named(test, "branch").attrs["else_branch"].variables] == []
     assert sorted(v.name for v in named(test, "branch").captures) == ["s", "w"]
-
-
-def test_a_drawn_graph_follows_every_change():
-    program = nested()
-    branch, drawn = named(program, "branch"), program.graph
-    new, spare = program.declare(["n", "spare"])
-    copy = program.add_operator("Neg", [new], [program.add_variable("copy", "float32", (2,))])
-    scale = named(program, "scale")
-    scale.set_output(0, new)
-    program.add_operator("Identity", [new], [program.var("s")])
-    copy.set_input(0, program.var("s"))
-    program.replace_uses(program.var("s"), program.var("w"))
-    program.replace_uses(program.var("w"), new, lambda op: op is branch)
-    branch.set_output(0, None)
-    scale.set_input(1, None)
-    program.remove_operator(copy)
-    for variable in (spare, program.var("copy")):
-        program.remove_variable(variable)
-    assert program.graph is drawn
-    fresh = draw(nx.MultiDiGraph(), program.variables, program.operators)
-    assert dict(drawn.nodes(data="item")) == dict(fresh.nodes(data="item"))
-    assert sorted(drawn.edges(keys=True), key=str) == sorted(fresh.edges(keys=True), key=str)
-    assert {slot for *_, slot in drawn.edges(keys=True)} == {0, CAPTURE}

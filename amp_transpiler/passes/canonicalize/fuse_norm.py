@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from amp_transpiler.ir.adjacency import successors
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import constant_array, static
 from amp_transpiler.ir.metadata import FULL
@@ -111,7 +112,7 @@ def _fuse(norm: _Norm) -> None:
 def remove(last: Operator, needed: set[Variable]) -> None:
     """Take out an operator, and those before it that nothing else needs then."""
     program = last.program
-    kept = needed | {*program.outputs, *program.updates.values()}
+    kept, uses = needed | {*program.outputs, *program.updates.values()}, successors(program.graph)
     queue = [last]
     while queue:
         op = queue.pop()
@@ -123,7 +124,7 @@ def remove(last: Operator, needed: set[Variable]) -> None:
                     program.remove_variable(made)
         for variable in dict.fromkeys(read):
             maker = variable.producer
-            if maker is not None and not any([v is not None and (v.uses or v in kept) for v in maker.outputs]):
+            if maker is not None and not any([v is not None and (uses[v.key] or v in kept) for v in maker.outputs]):
                 queue.append(maker)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from amp_transpiler.ir.adjacency import successors
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import Operator, Variable
@@ -69,11 +70,12 @@ def _changes_nothing(op: Operator) -> bool:
 def remove_dead(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> None:
     """Take out operators and constants whose results nothing reads, in nested graphs too; inputs and outputs stay."""
     outputs = {*program.outputs, *program.updates, *program.updates.values()}
+    read = successors(program.graph)
     for op in reversed(program.operators):
         made = [v for v in op.outputs if v is not None]
-        if made and made[0].uses and not op.attrs.programs:
+        if made and read[made[0].key] and not op.attrs.programs:
             continue  # as most
-        if any([v.uses or v in outputs for v in made]) or op in keep or any(v.name in names for v in made):
+        if any([read[v.key] or v in outputs for v in made]) or op in keep or any(v.name in names for v in made):
             for nested in op.attrs.programs:
                 remove_dead(nested, names, keep)
                 _release(op, nested)
@@ -83,17 +85,17 @@ def remove_dead(program: Graph, names: frozenset[str], keep: frozenset[Operator]
             program.remove_variable(variable)
     used = outputs | set(program.inputs) | listed_inputs(program)
     for variable in list(program.variables):
-        unread = variable.producer is None and not variable.uses and variable not in used
+        unread = variable.producer is None and not read[variable.key] and variable not in used
         if unread and not variable.is_input and variable.outer is None and variable.name not in names:
             program.remove_variable(variable)
 
 
 def _release(op: Operator, nested: Graph) -> None:
     """Let a nested graph no longer hold what it captures and does not read."""
-    outputs = set(nested.outputs)
+    read, outputs = successors(nested.graph), set(nested.outputs)
     for variable in list(nested.variables):
         outer = variable.outer
-        if outer is None or variable.uses or variable in outputs:
+        if outer is None or read[variable.key] or variable in outputs:
             continue
         nested.remove_variable(variable)
         if not any(other.outer is outer for graph in op.attrs.programs for other in graph.variables):
