@@ -11,7 +11,7 @@ from amp_transpiler.conversion.conversion_options import OPTIONS
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.annotate import annotate
 from amp_transpiler.ir.clone import clone
-from amp_transpiler.ir.decompose import Entry, Parts, write_instead
+from amp_transpiler.ir.decompose import Entry, Parts, decomposition_of, write_instead
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import static
@@ -59,7 +59,7 @@ class AroundFaults(Pass):
                 made = [op]
             else:
                 try:
-                    made = write_instead(op, _body(kind))
+                    made = _written_instead(op, kind)
                 except GraphError as error:
                     context.notes.append(f"{error}: {fault.what}")
                     continue
@@ -78,6 +78,17 @@ def _raised(graph: Graph) -> list[str]:
     convert_opset(graph, TARGET_OPSET)
     annotate(graph)
     return [f"opset {own} raised to {TARGET_OPSET}, for what stands for operators whose kernels are wrong on the place"]
+
+
+def _written_instead(op: Operator, kind: str) -> list[Operator]:
+    """What stands for an operator on a place of this kind; where its sizes are open, what it decomposes into."""
+    parts = decomposition_of(op)
+    try:
+        return write_instead(op, _body(kind))
+    except GraphError:
+        if parts is None:
+            raise
+        return write_instead(op, parts)
 
 
 def _body(kind: str) -> Entry:

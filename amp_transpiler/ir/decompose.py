@@ -48,7 +48,12 @@ def decomposition(*full_types: str) -> Callable[[Entry], Entry]:
 
 def has_decomposition(op: Operator) -> bool:
     """Whether there is an entry for this operator."""
-    return (op.domain, op.type) in _ENTRIES
+    return decomposition_of(op) is not None
+
+
+def decomposition_of(op: Operator) -> Entry | None:
+    """The entry for this operator."""
+    return _ENTRIES.get((op.domain, op.type))
 
 
 class Parts:

@@ -177,6 +177,24 @@ MEET = {
     "Einsum: an axis repeated": [
         'm (float[3,1] x) => (float[n,o] y) <float[4,5] w> { y = Einsum<equation="ij,kj->ik">(x, w) }',
     ],
+    "com.microsoft::MultiHeadAttention: several passes over the keys": [
+        "m (float[N,5,8] q, float[N,M,8] k, float[N,M,8] v, int32[N,M] m) => (float[N,5,8] y)"
+        ' { y = com.microsoft.MultiHeadAttention<num_heads=2>(q, k, v, "", m) }',
+        "m (float[2,3,8] q, float[2,12,8] k, float[2,12,8] v) => (float[2,3,8] y) <float[24] b>"
+        " { y = com.microsoft.MultiHeadAttention<num_heads=2>(q, k, v, b) }",
+        "m (float[2,10,8] q, float[2,2,10,4] k, float[2,2,10,4] v) => (float[2,10,8] y)"
+        " { y = com.microsoft.MultiHeadAttention<num_heads=2, unidirectional=1, scale=0.3>(q, k, v) }",
+        "m (float[2,3,8] q, float[2,9,8] k, float[2,9,8] v, float[1,2,3,9] a) => (float[2,3,8] y)"
+        ' { y = com.microsoft.MultiHeadAttention<num_heads=2>(q, k, v, "", "", a) }',
+    ],
+    "com.microsoft::MultiHeadAttention: a mask of keys": [
+        "m (float[2,3,8] q, float[2,6,8] k, float[2,6,8] v, int32[2,6] m) => (float[2,3,8] y)"
+        ' { y = com.microsoft.MultiHeadAttention<num_heads=2>(q, k, v, "", m) }',
+    ],
+    "com.microsoft::Attention: several passes over the rows": [
+        "m (float[2,9,8] x) => (float[2,9,8] y) <float[8,24] w, float[24] b>"
+        " { y = com.microsoft.Attention<num_heads=2>(x, w, b) }",
+    ],
     "ScatterND: 16-bit numbers combined": [
         "m (float[5,3] x, int64[2,1] i, float[2,3] u) => (float[5,3] y)"
         ' { a = ScatterND(x, i, u) b = ScatterND<reduction="add">(a, i, u) y = ScatterND(b, i, u) }'

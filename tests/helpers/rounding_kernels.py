@@ -263,7 +263,7 @@ def _skip_norm(operator: str, centred: bool) -> _Compared:
 
 
 def _attention(random: np.random.Generator) -> tuple[Array, Array]:
-    """Two heads of 32, 8 positions: on software Vulkan the kernel is wrong with more."""
+    """Two heads of 32, 8 positions: the kernel is wrong with more, see lists/faults.toml."""
     q, k, v = (random.standard_normal((32, 8, 64)).astype(np.float16) for _ in range(3))
     made = run("MultiHeadAttention", {"q": q, "k": k, "v": v}, domain=_CONTRIB, num_heads=2)
     heads = [each.astype(np.float64).reshape(32, 8, 2, 32).transpose(0, 2, 1, 3) for each in (q, k, v)]

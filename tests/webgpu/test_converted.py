@@ -49,11 +49,16 @@ def test_a_convolution_that_is_wrong_as_it_stands(channels: int) -> None:
 
 SIX = "m (float[1,4,8,9] x) => (float[n,o,h,v] y) <float[6,4,1,1] w, float[6] b> { y = Conv(x, w, b) }"
 BEHIND = "m (float[1,4,8,9] x) => (float[n,o,h,v] y) <float[5,4,1,1] w> { y = Conv<pads=[0, 0, 1, 2]>(x, w) }"
+HEADS = (
+    "m (float[2,32,16] q, float[2,40,16] k, float[2,40,16] v) => (float[2,32,16] y)"
+    " { y = com.microsoft.MultiHeadAttention<num_heads=2>(q, k, v) }"
+)
 GROUPS = "m (float[1,4,8,9] x) => (float[n,o,h,v] y) <float[10,2,3,3] w> { y = Conv<group=2>(x, w) }"
 
 
 @pytest.mark.parametrize(
-    "text", [pytest.param(SIX, marks=pytest.mark.skipif(not built_in(), reason="right in the plugin")), BEHIND, GROUPS]
+    "text",
+    [pytest.param(SIX, marks=pytest.mark.skipif(not built_in(), reason="right in the plugin")), BEHIND, GROUPS, HEADS],
 )
 def test_programs_are_lowered_around_kernels_that_are_wrong(text: str) -> None:
     model = filled(text)

@@ -177,27 +177,36 @@ class _Fitting:
         while node.input and not node.input[-1]:  # of an input that is left out by name WebGPU's Conv kills the process
             del node.input[-1]
         slots = signature(node.op_type, self.opset, node.domain)
-        if slots is None:
-            yield node
+        if slots is None:  # onnxruntime's own
+            yield from (self._instead(node) if self._fault(node) else None) or [node]
             return
         kinds = kernel_types(self.at.provider, node.op_type, self.opset, node.domain)
         if not self.at.wide_integers:
             yield from self._narrowed(node, slots, kinds)
         if self._lacks(node, slots, kinds):
-            made = self._body(node)
+            made = self._instead(node)
             if made is not None:
-                for each in made:
-                    self._settle(each)
-                    yield from self._fit(each)
+                yield from made
                 return
-            if fault := self._fault(node):
-                raise GraphError(
-                    f"the kernel of {node.op_type} on {self.at.title} fails on what '{node.output[0]}' is made of "
-                    f"({fault.where}): {fault.what}. What stands for it wants fixed shapes, and has no form for every "
-                    "attribute: give the shapes of all feeds, or run on another place"
-                )
             yield from self._widened(node, slots)
         yield node
+
+    def _instead(self, node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
+        """What stands for the node, fitted; None where nothing does, GraphError where its kernel fails as well."""
+        made = self._body(node)
+        if made is not None:
+            found: list[onnx.NodeProto] = []
+            for each in made:
+                self._settle(each)
+                found += self._fit(each)
+            return found
+        if fault := self._fault(node):
+            raise GraphError(
+                f"the kernel of {node.op_type} on {self.at.title} fails on what '{node.output[0]}' is made of "
+                f"({fault.where}): {fault.what}. What stands for it wants fixed shapes, and has no form for every "
+                "attribute: give the shapes of all feeds, or run on another place"
+            )
+        return None
 
     def _lacks(self, node: onnx.NodeProto, slots: Signature, kinds: Mapping[str, frozenset[str]] | None) -> bool:
         """Whether the place has no kernel for this node's tensors, or one that fails."""
@@ -225,7 +234,7 @@ class _Fitting:
 
     def _body(self, node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
         """What stands for the node; None where nothing does."""
-        write = None if node.domain else body_of(node.op_type)
+        write = body_of(f"{node.domain}::{node.op_type}" if node.domain else node.op_type)
         if write is None:
             return None
         e, results = self.e, [value for name in node.output if (value := self._value(name)) is not None]

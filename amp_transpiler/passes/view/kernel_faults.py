@@ -26,6 +26,8 @@ from amp_transpiler.passes.view.typing import Slots, declared, operator_name, wi
 _NOT_RUN = frozenset({"Constant", "SequenceMap"})
 #: As many channels do kernels read at once.
 _VECTOR = 4
+#: As many keys does the smallest subgroup compute attention of in one pass.
+_PASS = 8
 #: Of fewer channels, and fewer products, another kernel adds up.
 _FEW = 8
 
@@ -229,6 +231,19 @@ def _repeated(call: Call) -> bool:
     return any([sizes[label] for label in term] != list(shape) for term, shape in zip(terms, shapes, strict=True))
 
 
+def _passes_over_keys(call: Call) -> bool:
+    """Of attention: several queries meet more keys than one pass takes, or nobody knows how many."""
+    q, k = call.shapes[0], call.shapes[1] if len(call.shapes) > 1 else None
+    if len(call.dtypes) < 2 or not call.dtypes[1] or (q is not None and q[1] == 1):
+        return False
+    return k is None or k[-2] > _PASS
+
+
+def _passes_over_rows(call: Call) -> bool:
+    """The same where the queries are the keys."""
+    return call.shapes[0] is None or call.shapes[0][1] > _PASS
+
+
 def _even_groups_to_one(call: Call) -> bool:
     """Of a ConvTranspose."""
     w = call.shapes[1]
@@ -249,6 +264,9 @@ _HOLDS: Mapping[str, Callable[[Call], bool]] = {
     "nothing to add up": _nothing_summed,
     "dots beside letters": _dots_beside_letters,
     "an axis repeated": _repeated,
+    "several passes over the keys": _passes_over_keys,
+    "several passes over the rows": _passes_over_rows,
+    "a mask of keys": lambda call: len(call.dtypes) > 4 and bool(call.dtypes[4]),
     "groups of an even number of channels to one": _even_groups_to_one,
     "16-bit numbers combined": lambda call: call.dtypes[0] in HALF and call.attrs.get("reduction", "none") != "none",
     "16-bit numbers": lambda call: call.dtypes[0] in HALF,
