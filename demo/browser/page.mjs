@@ -2,6 +2,7 @@
 
 import { Chart } from "./chart.mjs";
 import { drawSample, hiddenCanvas } from "./data.mjs";
+import { keep } from "./keep.mjs";
 import { Pad } from "./pad.mjs";
 
 const $ = (id) => document.getElementById(id);
@@ -25,9 +26,11 @@ const charts = {
   skipped: new Chart($("c-skipped"), { name: "Skipped steps", stepped: true }),
 };
 
+let tasks = [];
 let task = null;
 let pad = null;
 let training = false;
+let keeping = false;
 let counts = {};
 let timer = null; // of the seconds that are shown
 let webgpu = "is not looked for yet";
@@ -43,6 +46,7 @@ const answers = {
     pad.open(task);
     enable(true);
     status("Ready");
+    keepAll();
   },
 
   step({ step, loss, scale, skipped, milliseconds }) {
@@ -236,13 +240,21 @@ async function settle() {
   await new Promise(() => {});
 }
 
+/** Have the service worker keep what was not needed yet: the other task, the other place. */
+function keepAll() {
+  if (keeping || !navigator.serviceWorker?.controller) return;
+  keeping = true;
+  const offered = Array.from(document.querySelectorAll("input[name=provider]:enabled"), (input) => input.value);
+  keep(tasks, offered).then(() => ($("kept").hidden = false), () => {}); // works without
+}
+
 async function main() {
   await settle().catch(() => {}); // works without
   pad = new Pad($, ask, complain);
   try {
     const answer = await fetch("steps/tasks.json");
     if (!answer.ok) throw new Error(`${answer.status} ${answer.statusText}`);
-    const tasks = await answer.json();
+    tasks = await answer.json();
     const asked = new URLSearchParams(location.search);
     tasks.forEach(({ name, title }, i) => {
       const input = Object.assign(document.createElement("input"), { type: "radio", name: "task", value: name });

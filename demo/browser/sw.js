@@ -19,7 +19,7 @@ async function answer(request) {
     if (found.status === 200) await cache.put(request, found.clone());
     return isolated(found);
   } catch (error) {
-    const kept = await cache.match(request);
+    const kept = await cache.match(request, { ignoreSearch: request.mode === "navigate" });
     if (!kept) throw error;
     return isolated(kept);
   }

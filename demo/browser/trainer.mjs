@@ -2,8 +2,8 @@
 
 import { TrainingStep, files, url } from "../runners/amp_step.mjs";
 import { Source } from "./data.mjs";
+import { build } from "./keep.mjs";
 
-const ORT = "./node_modules/onnxruntime-web/dist/";
 const EVERY = 10; // steps from one evaluation to the next
 
 let step, task, source, held, home;
@@ -28,7 +28,7 @@ const actions = {
     step = undefined;
     home = new URL(`steps/${name}/`, location.href);
     task = JSON.parse(new TextDecoder().decode(await url(home)("task.json")));
-    const ort = await import(`${ORT}ort.${provider === "webgpu" ? "webgpu" : "wasm"}.min.mjs`);
+    const ort = await import(`./${build(provider)}`);
     if (!self.crossOriginIsolated) ort.env.wasm.numThreads = 1; // threads share memory, which such pages alone may do
     const options = { executionProviders: [provider], logSeverityLevel: 3 };
     const begin = performance.now();

@@ -5,14 +5,8 @@ Needs node, the packages of ``demo/browser/package.json`` and Chromium: ``make t
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +16,7 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
-from tests.helpers.browser import MISSING, PAGE, WEBGPU, in_browser, served, there, until_right
+from tests.helpers.browser import MISSING, WEBGPU, in_browser, served, there, until_right, without_server
 from tests.helpers.page_folders import make_folders
 
 pytestmark = [pytest.mark.skipif(not there(), reason=MISSING), pytest.mark.xdist_group("browser")]
@@ -220,54 +214,7 @@ def test_what_is_wrong_is_said_and_what_is_right_goes_on(steps: Path, tmp_path: 
     assert "shader-f16" in found["webgpu"] and "Runs in wasm" in found["about"]
 
 
-#: Loads the page, takes its server away, and trains after a reload.
-ALONE = """
-export default async ({{ open }}) => {{
-  const page = await open();
-  await page.goto("{address}");
-  await page.waitForSelector("#start:enabled");
-  await page.reload();
-  await page.waitForSelector("#start:enabled");
-  process.kill({server});
-  while (await fetch("{address}").then(() => true, () => false)) await new Promise((done) => setTimeout(done, 50));
-  await page.reload();
-  await page.waitForSelector("#start:enabled");
-  await page.click("#start");
-  await page.waitForFunction(() => Number(document.getElementById("n-step").textContent) >= 5);
-  return page.evaluate(() => crossOriginIsolated);
-}};
-"""
-
-
 def test_the_page_needs_its_server_once(steps: Path, tmp_path: Path) -> None:
-    """Copied as the README says, behind the server that Python has; afterwards without."""
-    site = tmp_path / "site"
-    shutil.copytree(PAGE, site / "browser", ignore=shutil.ignore_patterns("node_modules", "steps"))
-    (site / "browser" / "node_modules").symlink_to(PAGE / "node_modules")
-    (site / "browser" / "steps").symlink_to(steps)
-    (site / "runners").mkdir()
-    shutil.copy(PAGE.parent / "runners" / "amp_step.mjs", site / "runners")
-    port = free_port()
-    words = [sys.executable, "-m", "http.server", "-d", str(site), "-b", "localhost", str(port)]
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
-        try:
-            address = f"http://localhost:{port}/browser/"
-            wait_for(address)
-            assert in_browser(tmp_path, ALONE.format(address=address, server=server.pid)) is True
-        finally:
-            server.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return int(found.getsockname()[1])
-
-
-def wait_for(address: str) -> None:
-    for _ in range(100):
-        with contextlib.suppress(OSError):
-            urllib.request.urlopen(address).close()
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"nothing answers at {address}")
+    """What was open goes on without, and so does what was not."""
+    isolated, *about = without_server(steps, tmp_path, ["", "?task=pictures"])
+    assert isolated and len(about) == 2 and about[0] != about[1]

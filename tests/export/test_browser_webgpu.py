@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 
 import amp_transpiler as amp
-from tests.helpers.browser import MISSING, WEBGPU, in_browser, served, software_webgpu, there, until_right
+from tests.helpers.browser import (
+    MISSING,
+    WEBGPU,
+    in_browser,
+    served,
+    software_webgpu,
+    there,
+    until_right,
+    without_server,
+)
 from tests.helpers.page_folders import make_folders
 from tests.helpers.runners import OVERFLOW, PYTHON, RUNNERS, Digits, losses, moved, trained, webgpu
 
@@ -57,3 +66,10 @@ def test_the_page_trains_on_webgpu(tmp_path: Path) -> None:
     with served({"/browser/steps/": tmp_path / "steps"}) as base:
         _, _, about = in_browser(tmp_path, until_right(f"{base}/browser/?provider=webgpu", 50), WEBGPU)
     assert "WebGPU" in about and "lowered for webgpu" in about
+
+
+def test_the_page_goes_to_webgpu_without_its_server(tmp_path: Path) -> None:
+    """It was open in wasm alone."""
+    make_folders(tmp_path / "steps")
+    (_, about) = without_server(tmp_path / "steps", tmp_path, ["?task=pictures&provider=webgpu"], WEBGPU)
+    assert "lowered for webgpu" in about

@@ -8,8 +8,12 @@ import http.server
 import json
 import os
 import shutil
+import socket
 import subprocess
+import sys
 import threading
+import time
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,6 +81,64 @@ export default async ({{ open }}) => {{
   return [Number(await page.textContent("#n-step")), await page.textContent("#n-elapsed"), await page.textContent("#about")];
 }};
 """
+
+
+#: Loads the page, takes its server away, and trains with each of some questions.
+_ALONE = """
+export default async ({{ open }}) => {{
+  const page = await open();
+  await page.goto("{address}");
+  await page.waitForSelector("#start:enabled");
+  await page.reload();
+  await page.waitForSelector("#kept:not([hidden])");
+  process.kill({server});
+  while (await fetch("{address}").then(() => true, () => false)) await new Promise((done) => setTimeout(done, 50));
+  const about = [];
+  for (const asked of {asked}) {{
+    await page.goto("{address}" + asked);
+    await page.waitForSelector("#start:enabled");
+    await page.click("#start");
+    await page.waitForFunction(() => Number(document.getElementById("n-step").textContent) >= 3);
+    about.push(await page.textContent("#about"));
+  }}
+  return [await page.evaluate(() => crossOriginIsolated), ...about];
+}};
+"""
+
+
+def without_server(steps: Path, home: Path, asked: Sequence[str], flags: Sequence[str] = ()) -> list[Any]:
+    """Whether the page is isolated, and what it says that it runs for each question, once its server is gone.
+
+    Its files are copied as the README says, behind the server that Python has.
+    """
+    site = home / "site"
+    shutil.copytree(PAGE, site / "browser", ignore=shutil.ignore_patterns("node_modules", "steps"))
+    (site / "browser" / "node_modules").symlink_to(PAGE / "node_modules")
+    (site / "browser" / "steps").symlink_to(steps)
+    (site / "runners").mkdir()
+    shutil.copy(PAGE.parent / "runners" / "amp_step.mjs", site / "runners")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    words = [sys.executable, "-m", "http.server", "-d", str(site), "-b", "localhost", str(port)]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            address = f"http://localhost:{port}/browser/"
+            _wait_for(address)
+            script = _ALONE.format(address=address, server=server.pid, asked=json.dumps(asked))
+            found: list[Any] = in_browser(home, script, flags)
+            return found
+        finally:
+            server.kill()
+
+
+def _wait_for(address: str) -> None:
+    for _ in range(100):
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(address).close()
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"nothing answers at {address}")
 
 
 # -- WebGPU without a graphics card ------------------------------------------------------------------------
