@@ -171,7 +171,7 @@ def _batch_norm(
         return None
     column = (size_of(rest[0])[0], *[1] * (len(shape) - 2))
     scale, bias, mean, variance = (e.reshape(v, column) for v in rest)
-    spread = e.Sqrt(e.Add(variance, e.like(attrs.get("epsilon", 1e-5), x), shape=column), shape=column)
+    spread = e.Sqrt(e.Add(variance, _cut(e, attrs.get("epsilon", 1e-5), x), shape=column), shape=column)
     inverse = e.Div(e.like(1, x), spread, shape=column)
     scaled = e.Mul(e.Mul(e.Sub(x, mean, shape=shape), inverse, shape=shape), scale, shape=shape)
     return e.Add(scaled, bias, shape=shape)

@@ -137,7 +137,9 @@ def _hard_sigmoid(x: Array, alpha: float = 0.2, beta: float = 0.5) -> Array:
 
 def _batch_norm(x: Array, scale: Array, bias: Array, mean: Array, variance: Array, epsilon: float = 1e-5) -> Array:
     scale, bias, mean, variance = (v[:, None, None] for v in (scale, bias, mean, variance))
-    return (x - mean) * (1 / np.sqrt(variance + np.float16(epsilon))) * scale + bias
+    held = np.float16(epsilon)  # rounded towards zero, as numbers that are written in a shader
+    held = np.nextafter(held, np.float16(0)) if float(held) > epsilon else held
+    return (x - mean) * (1 / np.sqrt(variance + held)) * scale + bias
 
 
 def _log_softmax(x: Array) -> Array:
@@ -291,5 +293,11 @@ CASES: list[tuple[str, dict[str, Array], dict[str, Any], Callable[..., Array]]] 
         {"x": half(2, 5, 9, 9), "s": half(5), "b": half(5), "m": half(5), "v": np.abs(half(5)) + np.float16(0.1)},
         {"epsilon": 1e-3},
         partial(_batch_norm, epsilon=1e-3),
+    ),
+    (
+        "BatchNormalization",
+        {"x": half(2, 5, 4, 4), "s": half(5), "b": half(5), "m": half(5), "v": np.abs(half(5)) * np.float16(1e-5)},
+        {},
+        _batch_norm,
     ),
 ]
