@@ -208,14 +208,19 @@ def _faults(program: Graph, kind: str) -> dict[str, str]:
 
 def _not_emulated(program: Program, arithmetic: Arithmetic | None, dtype: str, batch: Batch) -> tuple[str, ...]:
     """Types of operators that nobody knows in fp32, or that compute in 16 bit inside, which is not followed."""
-    shapes = Shapes(program, {name: np.shape(value) for name, value in batch.items()})
+    shapes: dict[Graph, Shapes | None] = {program: Shapes(program, {name: np.shape(v) for name, v in batch.items()})}
+    for nested in programs(program):
+        if nested.parent is not None:
+            around = shapes[nested.parent.program]
+            shapes[nested] = None if around is None else around.within(nested)
 
     def followed(op: Operator) -> bool:
         found = lookup(op)
         if sum_rule(op.full_type) is None or (found is not None and lowering_rule_of(op) and not found.native):
             return False
         known = [v for v in (*op.inputs, *op.outputs[:1]) if v is not None]
-        sizes = [shapes[v][1] if v.program is program else v.shape for v in known]
+        there = shapes[op.program]
+        sizes = [v.shape if there is None else there[v][1] for v in known]
         return all(static(size) is not None for size in sizes)
 
     def unknown(op: Operator) -> bool:

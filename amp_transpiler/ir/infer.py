@@ -127,6 +127,13 @@ class Shapes:
         for op in program.operators:
             self._infer(op)
 
+    def within(self, nested: Graph) -> Shapes | None:
+        """The same of a nested graph; None where it does not fit these, as a branch that is not taken for them may."""
+        try:
+            return Shapes(nested, around=self)
+        except GraphError:
+            return None
+
     def _infer(self, op: Operator) -> None:
         """Put the types of what the operator makes into ``types``, once.
 

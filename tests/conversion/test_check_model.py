@@ -86,6 +86,20 @@ def test_what_is_not_followed_is_named() -> None:
     assert amp.check_model(model, data=feeds).not_emulated == ("com.microsoft::MatMulNBits",)
 
 
+def test_sums_in_branches_are_followed_whose_sizes_the_feeds_say() -> None:
+    text = (
+        "m (float16[N,4096] x, bool c) => (float16[N,4] y) <float16[4096,4] w> { h = Abs(x)"
+        " y = If(c)<then_branch = yes() => (float16[N,4] a) { a = MatMul(h, w) },"
+        " else_branch = no() => (float16[N,4] a) { a = MatMul(x, w) }> }"
+    )
+    model = onnx.parser.parse_model('<ir_version: 8, opset_import: ["" : 17]>\n' + text)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((4096, 4), np.float16), "w"))
+    del model.graph.value_info[:]
+    found = amp.check_model(model, "webgpu", data={"x": np.ones((2, 4096), np.float16), "c": np.array(True)})
+    assert found.outputs == {"y": 0.5} and found.not_emulated == ()
+    assert found.leaving is not None and found.leaving.type == "If"
+
+
 def test_errors_that_grow_bit_by_bit_name_what_adds_most() -> None:
     text = (
         "m (float16[1,64] x) => (float16[1,64] y) <float16[64,64] w>"

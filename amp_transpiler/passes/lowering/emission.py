@@ -71,7 +71,7 @@ def emit(graph: Graph, place: str, feed_shapes: Mapping[str, tuple[int, ...]], w
 class _Emission(EmulatedStorage):
     def __init__(self, program: Graph, place: str, feed_shapes: Mapping[str, tuple[int, ...]], wanted: Wanted) -> None:
         super().__init__(Emitter(place, program.opset()), wanted.keep_fp32)
-        self.declared, self.stateless = wanted.declared, wanted.updates is False
+        self.declared, self.stateless, self.replays = wanted.declared, wanted.updates is False, wanted.replays
         self.program, self.updates = program, wanted.written(program)
         fetches = [program.var(name) for name in wanted.fetches] or ([] if self.updates else program.outputs)
         self.fetches = list(dict.fromkeys(fetches))
@@ -322,7 +322,7 @@ class _Emission(EmulatedStorage):
         e, env, shapes = self.e, self.env, self.shapes
         if shapes is not None:  # a branch whose operators all stand for themselves may not fit what it is not taken for
             ruled = any(map(has_lowering_rule, nested.operators))
-            self.shapes = Shapes(nested, around=shapes) if ruled else None
+            self.shapes = Shapes(nested, around=shapes) if ruled else shapes.within(nested) if self.replays else None
         self.named |= {v: e.own(v.name) for v in nested.variables if v.outer is None}
         graph, inner = onnx.GraphProto(name=nested.name or "body"), dict[int, Value]()
         self.env = inner

@@ -30,6 +30,11 @@ class Wanted:
     declared: bool = True
     arithmetic: Arithmetic | None = None
 
+    @property
+    def replays(self) -> bool:
+        """Whether it computes as the program's own file does elsewhere, operator by operator."""
+        return self.arithmetic is not None and not self.arithmetic.widens
+
     def written(self, graph: Graph) -> dict[Variable, Variable]:
         """The updates as variables of ``graph``."""
         if isinstance(self.updates, Mapping):
