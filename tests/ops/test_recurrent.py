@@ -64,6 +64,7 @@ def check(
     through: tuple[int, ...] | None = None,
     attrs: dict[str, Any] | None = None,
     half: tuple[str, ...] = ("float16",),
+    alone: bool = True,
     **shape: Any,
 ) -> None:
     given = inputs(type_, first=bool((attrs or {}).get("layout")), **shape)
@@ -78,6 +79,7 @@ def check(
         forward=partial(recurrent_oracle.run, type_, attrs),
         feeds=(4,),
         half=half,
+        alone=alone,
     )
 
 
@@ -92,31 +94,47 @@ def test_plain(type_: str) -> None:
 def test_directions_layouts_and_lengths(type_: str, direction: str, layout: int) -> None:
     attrs = {"direction": direction, "layout": layout}
     count = 2 if direction == "bidirectional" else 1
-    check(type_, directions=count, attrs=attrs)
+    check(type_, directions=count, attrs=attrs, alone=False)
     check(type_, directions=count, attrs=attrs, lengths=[4, 2, 1])
 
 
 @pytest.mark.parametrize("type_", TYPES)
 def test_an_empty_sequence_and_one_step(type_: str) -> None:
-    check(type_, directions=2, attrs={"direction": "bidirectional"}, lengths=[0, 4, 3])
-    check(type_, steps=1, directions=2, attrs={"direction": "bidirectional"}, lengths=[1, 0, 1])
-    check(type_, steps=1, batch=1)
+    check(type_, directions=2, attrs={"direction": "bidirectional"}, lengths=[0, 4, 3], alone=False)
+    check(type_, steps=1, directions=2, attrs={"direction": "bidirectional"}, lengths=[1, 0, 1], alone=False)
+    check(type_, steps=1, batch=1, alone=False)
 
 
 @pytest.mark.parametrize("type_", TYPES)
 def test_more_steps_than_are_unrolled_on_cpu(type_: str) -> None:
-    check(type_, steps=11, directions=2, attrs={"direction": "bidirectional"}, lengths=[11, 7, 3])
-    check(type_, steps=40, batch=1, scale=0.5)
+    check(type_, steps=11, directions=2, attrs={"direction": "bidirectional"}, lengths=[11, 7, 3], alone=False)
+    check(type_, steps=40, batch=1, scale=0.5, alone=False)
 
 
 @pytest.mark.parametrize("type_", TYPES)
 def test_a_batch_that_stands_on_the_right_of_products_on_cpu(type_: str) -> None:
     lengths = [6, 4, 1, 0, 5, 6, 2, 3, 6]
     attrs: dict[str, Any] = {"linear_before_reset": 1} if type_ == "GRU" else {}
-    check(type_, steps=6, batch=9, directions=2, attrs={"direction": "bidirectional", **attrs}, lengths=lengths)
-    check(type_, steps=5, batch=8, hidden=4, attrs={"direction": "reverse", "layout": 1, **attrs}, half=())
+    check(
+        type_,
+        steps=6,
+        batch=9,
+        directions=2,
+        attrs={"direction": "bidirectional", **attrs},
+        lengths=lengths,
+        alone=False,
+    )
+    check(type_, steps=5, batch=8, hidden=4, attrs={"direction": "reverse", "layout": 1, **attrs}, half=(), alone=False)
     if type_ == "LSTM":
-        check(type_, steps=6, batch=8, peepholes=True, attrs={"input_forget": 1, "clip": 0.6}, lengths=lengths[:8])
+        check(
+            type_,
+            steps=6,
+            batch=8,
+            peepholes=True,
+            attrs={"input_forget": 1, "clip": 0.6},
+            lengths=lengths[:8],
+            alone=False,
+        )
 
 
 @pytest.mark.parametrize("type_", TYPES)
@@ -144,14 +162,14 @@ def test_lstm_peepholes_and_coupled_gates(coupled: int, lengths: list[int] | Non
     attrs = {"input_forget": coupled, "direction": "bidirectional"}
     check("LSTM", attrs=attrs, directions=2, peepholes=True, lengths=lengths)
     check("LSTM", attrs=attrs, directions=2, lengths=lengths, half=())
-    check("LSTM", attrs={"input_forget": coupled}, peepholes=True, steps=12, half=())
+    check("LSTM", attrs={"input_forget": coupled}, peepholes=True, steps=12, half=(), alone=False)
 
 
 @pytest.mark.parametrize("type_", TYPES)
 def test_clip(type_: str) -> None:
-    check(type_, attrs={"clip": 0.45}, scale=1.5, half=())
+    check(type_, attrs={"clip": 0.45}, scale=1.5, half=(), alone=False)
     if type_ == "LSTM":
-        check(type_, attrs={"clip": 0.45}, scale=1.5, peepholes=True, half=())
+        check(type_, attrs={"clip": 0.45}, scale=1.5, peepholes=True, half=(), alone=False)
 
 
 @pytest.mark.parametrize("name", sorted(recurrent_oracle.ACTIVATIONS))
@@ -163,8 +181,8 @@ def test_activations(type_: str, name: str) -> None:
     for which, value in zip(("alpha", "beta"), (0.35, 0.2), strict=False):
         if parameters and (which == "alpha" or parameters == 2):
             given[f"activation_{which}"] = [value] * count
-    check(type_, attrs=given, half=(), scale=0.4)
-    check(type_, attrs={"activations": [name] * count}, half=(), scale=0.4)
+    check(type_, attrs=given, half=(), scale=0.4, alone=False)
+    check(type_, attrs={"activations": [name] * count}, half=(), scale=0.4, alone=False)
 
 
 def test_activations_take_their_numbers_in_order() -> None:
@@ -175,7 +193,7 @@ def test_activations_take_their_numbers_in_order() -> None:
         "activation_beta": [0.45, 0.2],
         "direction": "bidirectional",
     }
-    check("LSTM", attrs=attrs, directions=2, half=())
+    check("LSTM", attrs=attrs, directions=2, half=(), alone=False)
 
 
 def forward(type_: str, attrs: dict[str, Any], **shape: Any) -> None:
