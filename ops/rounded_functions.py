@@ -27,7 +27,11 @@ def _first(inputs: Sequence[Value | None]) -> Value:
 
 def _power(e: Emitter, x: Value) -> Value:
     """exp(x) as the power of 2 of a rounded product."""
-    exponent = e.cast(e.Mul(x, e.like(math.log2(math.e), x), shape=x.shape), "float32")
+    return _power_of_2(e, e.Mul(x, e.like(math.log2(math.e), x), shape=x.shape))
+
+
+def _power_of_2(e: Emitter, x: Value) -> Value:
+    exponent = e.cast(x, "float32")
     return e.cast(e.Exp(e.Mul(exponent, e.const(math.log(2), "float32"), shape=x.shape), shape=x.shape), x.dtype)
 
 
@@ -77,14 +81,15 @@ def _erf(
 
 
 def _error_function(e: Emitter, x: Value, shape: tuple[int, ...]) -> Value:
-    """Formula 7.1.26 of Abramowitz and Stegun: Handbook of Mathematical Functions. A few of a hundred bits differ."""
+    """Formula 7.1.26 of Abramowitz and Stegun: Handbook of Mathematical Functions."""
     size, one = e.Abs(x, shape=shape), e.like(1, x)
     below = e.Add(one, e.Mul(_cut(e, 0.3275911, x), size, shape=shape), shape=shape)
     t = e.Div(one, below, shape=shape)
     total = _cut(e, 1.061405429, x)
     for number in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
         total = e.Add(e.Mul(total, t, shape=shape), _cut(e, number, x), shape=shape)
-    power = _power(e, e.Neg(e.Mul(size, size, shape=shape), shape=shape))
+    exponent = e.Mul(size, e.Mul(size, e.like(math.log2(math.e), x), shape=shape), shape=shape)
+    power = _power_of_2(e, e.Neg(exponent, shape=shape))
     rest = e.Mul(e.Mul(total, t, shape=shape), power, shape=shape)
     return e.Mul(e.Sign(x, shape=shape), e.Sub(one, rest, shape=shape), shape=shape)
 

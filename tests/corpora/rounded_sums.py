@@ -109,6 +109,21 @@ def _softmax(x: Array, vector: int) -> Array:
     return power / in_turn(lanes(lanes_filled))[..., None]
 
 
+def _erf(x: Array) -> Array:
+    """Formula 7.1.26 of Abramowitz and Stegun, its numbers cut to 16 bit."""
+    size, total = np.abs(x), np.zeros_like(x)
+    t = 1 / (1 + np.float16(0.32739) * size)
+    for number in (1.0605, -1.4531, 1.4209, -0.28442, 0.25464):
+        total = total * t + np.float16(number)
+    power = _stored(np.exp2, -(size * (size * np.float16(np.log2(np.e)))))
+    return np.sign(x) * (1 - total * t * power)
+
+
+def _gelu(x: Array, shift: Array | None = None) -> Array:
+    x = x if shift is None else x + shift
+    return np.float16(0.5) * x * (1 + _erf(x * np.float16(0.70703)))
+
+
 def _softplus(x: Array) -> Array:
     rest = 1 + _power(-np.abs(x))
     return np.maximum(x, 0) + _stored(np.log2, rest) * np.float16(np.log(2))
@@ -274,6 +289,8 @@ CASES: list[tuple[str, dict[str, Array], dict[str, Any], Callable[..., Array]]] 
     *(
         (operator, {"x": half(300)}, attrs, function)
         for operator, attrs, function in (
+            ("Erf", {}, _erf),
+            ("Gelu", {"opset": 20}, _gelu),
             ("LeakyRelu", {"alpha": 0.3}, lambda x: np.where(x < 0, np.float16(0.3) * x, x)),
             ("HardSigmoid", {}, _hard_sigmoid),
             ("HardSigmoid", {"alpha": 0.7, "beta": 0.1}, lambda x: _hard_sigmoid(x, 0.7, 0.1)),
@@ -287,6 +304,7 @@ CASES: list[tuple[str, dict[str, Array], dict[str, Any], Callable[..., Array]]] 
             ("FastGelu", {"domain": "com.microsoft", "shape": (300,)}, _fast_gelu),
         )
     ),
+    ("BiasGelu", {"x": half(9, 64), "b": half(64)}, {"domain": "com.microsoft", "shape": (9, 64)}, _gelu),
     ("FastGelu", {"x": half(9, 64), "b": half(64)}, {"domain": "com.microsoft", "shape": (9, 64)}, _fast_gelu),
     (
         "BatchNormalization",
