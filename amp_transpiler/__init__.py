@@ -21,7 +21,7 @@ if not hasattr(_onnxruntime, "InferenceSession"):  # onnxruntime and onnxruntime
 from amp_transpiler.ir.gc_pause import collector_paused as _collector_paused
 
 with _collector_paused(lasting=True):  # modules are no garbage, and to go through them again and again takes long
-    from amp_transpiler import distributed, nn, ops, optimizer, regularizer
+    from amp_transpiler import nn, ops, optimizer, regularizer
 from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.context import fp16_guard, name_scope
 from amp_transpiler.ir.nodes import Operator, Variable
@@ -45,7 +45,6 @@ from amp_transpiler.optimizer import (
 )
 from amp_transpiler.passes.autodiff.backward import append_backward
 from amp_transpiler.passes.autodiff.segments import recompute
-from amp_transpiler.passes.lowering.cost_comparison import CostComparison, compare_costs
 from amp_transpiler.passes.lowering.cost_estimate import CostEstimate
 from amp_transpiler.passes.lowering.memory_estimate import MemoryEstimate
 from amp_transpiler.passes.pipeline import Pipeline
@@ -62,19 +61,11 @@ from amp_transpiler.program import (
 from amp_transpiler.program import set_exporter as _set_exporter
 from amp_transpiler.runtime import CPUPlace, CUDAPlace, Executor, Scope, WebGPUPlace, global_scope, scope_guard
 from amp_transpiler.runtime.cast_parameters import cast_parameters_to_fp16
-from amp_transpiler.runtime.checkpoint.checkpoints import (
-    Checkpoint,
-    latest_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-)
-from amp_transpiler.runtime.checkpoint.weight_files import load_weights
 from amp_transpiler.runtime.inference_model import load_inference_model, save_inference_model
 from amp_transpiler.version import __version__ as __version__
 
-from amp_transpiler import mixed_precision, static  # isort: skip
-
 if _typing.TYPE_CHECKING:
+    from amp_transpiler import distributed, mixed_precision, static
     from amp_transpiler.conversion.check_model import ModelCheck, check_model
     from amp_transpiler.conversion.converting import convert
     from amp_transpiler.conversion.leaving import Leaving
@@ -97,9 +88,18 @@ if _typing.TYPE_CHECKING:
         step_state,
         watch,
     )
+    from amp_transpiler.passes.lowering.cost_comparison import CostComparison, compare_costs
+    from amp_transpiler.runtime.checkpoint.checkpoints import (
+        Checkpoint,
+        latest_checkpoint,
+        load_checkpoint,
+        save_checkpoint,
+    )
+    from amp_transpiler.runtime.checkpoint.weight_files import load_weights
 
-#: Rooms that not every program needs: loaded when one of their public names is first asked for.
+#: What not every program needs, by modules: they are loaded when a name of theirs is first asked for.
 _LATER = {
+    "": ("distributed", "mixed_precision", "static"),
     "conversion.check_model": ("ModelCheck", "check_model"),
     "conversion.converting": ("convert",),
     "conversion.leaving": ("Leaving",),
@@ -122,9 +122,13 @@ _LATER = {
         "step_state",
         "watch",
     ),
+    "passes.lowering.cost_comparison": ("CostComparison", "compare_costs"),
+    "runtime.checkpoint.checkpoints": ("Checkpoint", "latest_checkpoint", "load_checkpoint", "save_checkpoint"),
+    "runtime.checkpoint.weight_files": ("load_weights",),
 }
-_homes = {name: f"{__name__}.{module}" for module, names in _LATER.items() for name in names}
-_rooms = {module.partition(".")[0] for module in _LATER}
+_homes = {name: f"{__name__}.{module}" for module, names in _LATER.items() if module for name in names}
+#: Rooms, and modules, that are attributes when they are loaded.
+_rooms = {*_LATER[""], *(module.partition(".")[0] for module in _LATER if module)}
 _of_paddle = paddle_attributes(__name__)
 
 
