@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -31,6 +32,13 @@ class Ready:
     scope: amp.Scope
     executor: amp.Executor
     found_inf: str
+
+    @cached_property
+    def made(self) -> dict[str, np.ndarray]:
+        """By name, the floating-point tensors of the step."""
+        order = needed(self.main, [self.main.var(self.found_inf)])
+        names = [v.name for op in order for v in op.outputs if v is not None and v.dtype in LIMITS]
+        return dict(zip(names, self.values(self.main, names), strict=True))
 
     def values(self, program: amp.Program, names: list[str]) -> list[np.ndarray]:
         """Fetched by an executor of its own, from a copy of the scope."""
@@ -116,7 +124,7 @@ def _tops(step: Ready, variables: list[object]) -> list[float]:
             if v.persistable
             else as_array(v.data)
             if v.is_constant
-            else step.values(step.main, [v.name])[0]
+            else step.made[v.name]
             if v.producer is not None
             else step.feeds[v.name]
             for v in variables
