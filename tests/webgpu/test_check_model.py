@@ -8,6 +8,9 @@ import onnxruntime
 import pytest
 
 import amp_transpiler as amp
+from amp_transpiler.conversion.calibration.measure import Runner
+from amp_transpiler.ir.weights import become_constants
+from amp_transpiler.passes.lowering.arithmetic import Arithmetic
 from amp_transpiler.passes.precision.widen import widen
 from tests.corpora.leaving import CASES
 from tests.helpers.webgpu_sessions import session
@@ -75,3 +78,29 @@ def test_outputs_are_as_far_off_as_the_replay_says(case: str) -> None:
         wanted.astype(np.float64)
     )
     assert found == pytest.approx(said, rel=0.02) or (np.isinf(said) and not np.isfinite(found))
+
+
+NET = """m (float16[2,4,9,9] x) => (float16[n,k] y) <float16[8,4,3,3] k, float16[8] s, float16[8] b, float16[8] m,
+  float16[8] v, float16[8,10] w, float16[10] o, int64[1] last = {-1}, int64 axis = {1}> {
+    a = Conv<pads=[1, 1, 1, 1]>(x, k)  c = Abs(v)  d = BatchNormalization(a, s, b, m, c)  e = HardSwish(d)
+    f = InstanceNormalization(e, s, b)  g = Elu(f)  h = AveragePool<kernel_shape=[3, 3]>(g)  i = Softplus(h)
+    j = GlobalAveragePool(i)  l = Flatten(j)  n = Gemm(l, w, o)  p = LogSoftmax(n)  q = CumSum<reverse=1>(p, axis)
+    r = Einsum<equation="ij,kj->ik">(q, w)  t = LeakyRelu(r)  u = ReduceMean(t)  y = Div(t, u) }"""
+
+
+def test_all_tensors_of_a_net_are_replayed_with_the_bits_of_the_device() -> None:
+    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 18]>\n{NET}')
+    random = np.random.default_rng(0)
+    for value in model.graph.value_info:
+        array = random.standard_normal([d.dim_value for d in value.type.tensor_type.shape.dim]).astype(np.float16)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, value.name))
+    del model.graph.value_info[:]
+    feeds = {"x": random.standard_normal((2, 4, 9, 9)).astype(np.float16)}
+    device = session(with_all_outputs(model))
+    names = [value.name for value in device.get_outputs()]
+    program = amp.Program.from_onnx(model)
+    become_constants(program)
+    replayed = Runner(program, names, arithmetic=Arithmetic("webgpu", widens=False)).run(feeds)
+    assert len(names) == 17
+    for name, got, wanted in zip(names, replayed, device.run(None, feeds), strict=True):
+        np.testing.assert_array_equal(got, wanted, err_msg=name)
