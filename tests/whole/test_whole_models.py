@@ -72,12 +72,12 @@ def test_twenty_steps(export: Path, mode: str) -> None:
     program = amp.Program.from_onnx(str(export))
     fixed = {"n": feeds.pop("n")} if "n" in feeds else {}
     amp.prepare_training(program, values=fixed)
-    history = train(program, feeds, out, mode)
+    history = train(program, feeds, out, mode, 20)
     assert np.isfinite(history).all() and history[-1] < history[0], history
 
 
-def train(program: amp.Program, feeds: dict[str, np.ndarray], out: np.ndarray, mode: str) -> list[float]:
-    """The losses of 20 Adam steps, none of which is skipped."""
+def train(program: amp.Program, feeds: dict[str, np.ndarray], out: np.ndarray, mode: str, steps: int) -> list[float]:
+    """The losses of so many Adam steps, none of which is skipped."""
     noise = np.random.default_rng(0).normal(size=out.shape) * (out.std() or 0.1)
     feeds = {**feeds, "target": (out + noise).astype(np.float32)}
     loss = squared(program)
@@ -93,7 +93,7 @@ def train(program: amp.Program, feeds: dict[str, np.ndarray], out: np.ndarray, m
     if mode != "fp32":
         optimizer.amp_init(amp.CPUPlace(), scope=scope)
         fetches.append(optimizer.get_found_inf())
-    rows = [exe.run(program, feed=feeds, fetch_list=fetches, scope=scope) for _ in range(20)]
+    rows = [exe.run(program, feed=feeds, fetch_list=fetches, scope=scope) for _ in range(steps)]
     assert not any(row[1].any() for row in rows if len(row) > 1), "a step was skipped"
     return [float(np.ravel(row[0])[0]) for row in rows]
 
@@ -122,7 +122,7 @@ def test_trained_models_train_on(name: str, mode: str) -> None:
     exe.run(program.startup, scope=scope)
     first = next(v for v in test.outputs if v.dtype == "float32")
     out = np.asarray(exe.run(test, feed=feeds, fetch_list=[first], scope=scope)[0])
-    history = train(program, feeds, out, mode)
+    history = train(program, feeds, out, mode, 10)
     assert np.isfinite(history).all() and min(history[-3:]) < history[0], history
 
 
