@@ -293,8 +293,8 @@ def test_a_later_step_writes_to_no_memory_that_the_first_did_not_take() -> None:
         check=True,
         cwd=ROOT,
     )
-    first, fourth = map(float, done.stdout.split())
-    assert first > 300 and fourth < 1.05 * first, done.stdout
+    first, second = map(float, done.stdout.split())
+    assert first > 300 and second < 1.05 * first, done.stdout
 
 
 def test_sessions_take_their_memory_from_one_arena_and_give_it_back() -> None:
@@ -307,7 +307,7 @@ def test_sessions_take_their_memory_from_one_arena_and_give_it_back() -> None:
         cwd=ROOT,
     )
     one, eight, closed = map(float, done.stdout.split())
-    assert one > 50 and eight < 1.5 * one and closed < 0.5 * one, done.stdout
+    assert one > 40 and eight < 1.5 * one and closed < 0.5 * one, done.stdout
 
 
 def test_regions_are_whole_units() -> None:
