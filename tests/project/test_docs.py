@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+import subprocess
 import sys
 from operator import attrgetter
 from pathlib import Path
@@ -81,6 +82,13 @@ def test_the_tables_of_passes_are_current_and_leave_none_out() -> None:
     assert tables.page(recorded, passes.rows) == recorded, "run python docs/make_passes.py"
     assert {passes.room(each) for each in passes.PASSES.values()} | {"pipelines"} == tables.names(recorded)
     assert all(f"| `{name}` |" in recorded for name in passes.PASSES)
+
+
+def test_the_script_alone_knows_every_pass() -> None:
+    done = subprocess.run(
+        [sys.executable, DOCS / "make_passes.py", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_tables_of_places_are_current() -> None:
