@@ -47,7 +47,6 @@ from amp_transpiler.passes.autodiff.backward import append_backward
 from amp_transpiler.passes.autodiff.segments import recompute
 from amp_transpiler.passes.lowering.cost_estimate import CostEstimate
 from amp_transpiler.passes.lowering.memory_estimate import MemoryEstimate
-from amp_transpiler.passes.pipeline import Pipeline
 from amp_transpiler.passes.precision.pure import cast_model_to_fp16
 from amp_transpiler.passes.precision.rewrite import rewrite_program
 from amp_transpiler.passes.step_check.check_step import check_step
@@ -68,6 +67,7 @@ if _typing.TYPE_CHECKING:
     from amp_transpiler import distributed, mixed_precision, static
     from amp_transpiler.conversion.check_model import ModelCheck, check_model
     from amp_transpiler.conversion.converting import convert
+    from amp_transpiler.conversion.known_passes import Pipeline
     from amp_transpiler.conversion.leaving import Leaving
     from amp_transpiler.export.trained_model import write_trained_model
     from amp_transpiler.finetune.fit import fit
@@ -102,6 +102,7 @@ _LATER = {
     "": ("distributed", "mixed_precision", "static"),
     "conversion.check_model": ("ModelCheck", "check_model"),
     "conversion.converting": ("convert",),
+    "conversion.known_passes": ("Pipeline",),
     "conversion.leaving": ("Leaving",),
     "export.trained_model": ("write_trained_model",),
     "finetune.fit": ("fit",),

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from made_tables import main
 
-from amp_transpiler.cli.pass_tables import HEAD, cells, pipelines
+from amp_transpiler.cli.pass_tables import HEAD, cells
+from amp_transpiler.conversion.known_passes import pipelines
 from amp_transpiler.passes.pipeline import PASSES
 
 PAGE = Path(__file__).resolve().parent / "passes.md"

@@ -9,26 +9,15 @@ from dataclasses import fields
 from amp_transpiler.cli.terminal import printable, typed
 from amp_transpiler.conversion.conversion_options import ConversionOptions
 from amp_transpiler.conversion.converting import conversion
+from amp_transpiler.conversion.known_passes import PASSES, Pipeline, pipelines
 from amp_transpiler.errors import ArgumentError
-from amp_transpiler.optimizer.step_passes import training
-from amp_transpiler.passes.canonicalize.fuse_gelu import FuseGelus
-from amp_transpiler.passes.lowering.lowering import lowering
-from amp_transpiler.passes.pipeline import PASSES, Pass, Pipeline
+from amp_transpiler.passes.pipeline import Pass
 from amp_transpiler.passes.pipeline_text import key_of, values_of
-from amp_transpiler.passes.precision.modes import Precision
-from amp_transpiler.passes.precision.widen import Widen
 from amp_transpiler.program import Program
 
 #: What :func:`cells` gives of a pass.
 HEAD = ("pass", "does", "options", "needs", "guarantees")
 _WIDTH = 110
-#: Passes of none of the pipelines, which a text may name as well.
-_ALONE: tuple[type[Pass], ...] = (FuseGelus, Widen)
-
-
-def pipelines() -> dict[str, Pipeline]:
-    """What each call runs, by default."""
-    return {"convert": conversion(ConversionOptions()), "decorate": training(Precision()), "lower": lowering("cuda")}
 
 
 def cells(each: type[Pass]) -> tuple[str, ...]:
@@ -59,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _listing() -> list[str]:
     lines = []
-    for name, each in sorted((PASSES | {each.name: each for each in _ALONE}).items()):
+    for name, each in sorted(PASSES.items()):
         _, *rest = cells(each)
         lines += ["", name]
         for what, text in zip(HEAD[1:], rest, strict=True):

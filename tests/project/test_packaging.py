@@ -51,6 +51,7 @@ rooms = ("conversion", "export", "finetune", "monitor", "distributed", "mixed_pr
 assert [name for name in sys.modules if name.startswith(tuple(f"amp_transpiler.{room}" for room in rooms))] == []
 assert {"onnx.reference", "scipy.optimize"}.isdisjoint(sys.modules)
 assert {*amp.__all__, *rooms[:-1]} <= set(dir(amp))
+assert str(amp.Pipeline("fold-constants,fuse-gelus,widen")) == "fold-constants,fuse-gelus,widen"
 assert all(getattr(amp, name) is getattr(amp, name) for name in (*amp.__all__, *rooms[:-1]))
 assert amp.monitor.Watch is amp.Watch and vars(amp)["convert"] is amp.conversion.converting.convert
 """
