@@ -58,16 +58,19 @@ def two_towers(sizes: dict[str, int], most: int, width: int, mean: float) -> Net
 
 
 def deep_fm(rows: int, fields: int, numbers: int, width: int) -> Net:
-    """DeepFM (Guo et al. 2017): a weight for each id, products of their vectors, and dense layers; (logit, loss)."""
+    """DeepFM (Guo et al. 2017): a weight for each id, products of their vectors, and dense layers; (logit, loss).
+
+    A row of the table is an id's weight and its vector: of a large table both are then one access to memory.
+    """
     ids, dense = amp.data("ids", [None, fields], "int64"), amp.data("dense", [None, numbers], "float32")
     label = amp.data("label", [None, 1], "float32")
     small = amp.nn.initializer.Normal(0.0, 0.01)
-    weights = amp.nn.embedding(ids, [rows, 1], is_sparse=True, param_attr=amp.ParamAttr("weights", small))
-    vectors = amp.nn.embedding(ids, [rows, width], is_sparse=True, param_attr=amp.ParamAttr("vectors", small))
+    found = amp.nn.embedding(ids, [rows, width], is_sparse=True, param_attr=amp.ParamAttr("of_ids", small))
+    weights, vectors = found[:, :, :1], found[:, :, 1:]
     total = F.sum(vectors, axis=1)
     products = F.sum(total * total - F.sum(vectors * vectors, axis=1), axis=1, keepdim=True) * 0.5
     with amp.fp16_guard():
-        h = F.concat([vectors.reshape([-1, fields * width]), dense], axis=1)
+        h = F.concat([vectors.reshape([-1, fields * (width - 1)]), dense], axis=1)
         deep = amp.nn.fc(amp.nn.fc(amp.nn.fc(h, 64, act="relu"), 32, act="relu"), 1)
     logit = F.sum(weights, axis=1) + products + F.cast(deep, "float32") + amp.nn.fc(dense, 1)
     return logit, F.bce_with_logits(logit, label)
@@ -174,7 +177,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--data", default="criteo", help="criteo (synthetic), or a folder with MovieTweetings or Adult")
     parser.add_argument("--rows", type=int, default=100_000, help="examples of the synthetic data")
     parser.add_argument("--table-rows", type=int, default=100_000, help="ids of the synthetic data")
-    parser.add_argument("--width", type=int, default=16, help="width of the vectors")
+    parser.add_argument("--width", type=int, default=16, help="numbers in a row of a table")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of the dense layers")
     parser.add_argument("--table-lr", type=float, default=0.0, help="learning rate of the tables")
     parser.epilog = "--epochs and --table-lr of 0 take what suits the data."
@@ -185,7 +188,7 @@ def main() -> int:
     """Run the demo."""
     options = arguments().parse_args()
     training.check_ranks(options.batch_size)
-    for name, least in (("rows", 1000), ("table_rows", 1000), ("width", 1), ("epochs", 0), ("batch_size", 1)):
+    for name, least in (("rows", 1000), ("table_rows", 1000), ("width", 2), ("epochs", 0), ("batch_size", 1)):
         if getattr(options, name) < least:
             raise SystemExit(f"error: --{name.replace('_', '-')} must be at least {least}")
     data = tabular.load(options.data, options.rows, options.table_rows)
