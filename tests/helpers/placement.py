@@ -12,13 +12,14 @@ import pytest
 
 from tests.helpers.made_once import made_once
 from tests.helpers.where import PLACEMENT
-from tests.tools.cuda_placement import build_stubs, over_stubs
+from tests.tools.cuda_placement import build_stubs, over_stubs, provider_library
 
 _HEADERS = any(Path(p, "driver_types.h").exists() for p in ("/usr/local/cuda/include", "/usr/local/cuda-13.0/include"))
 
 needs_placement_tool = pytest.mark.skipif(
-    shutil.which("gcc") is None or not _HEADERS,
-    reason="needs gcc and the CUDA 13 headers in /usr/local/cuda (Debian: cuda-cudart-dev-13-0; no driver, no GPU)",
+    shutil.which("gcc") is None or not _HEADERS or not provider_library().exists(),
+    reason="needs onnxruntime's build with CUDA, gcc and the CUDA 13 headers in /usr/local/cuda "
+    "(Debian: cuda-cudart-dev-13-0; no driver, no GPU)",
 )
 
 

@@ -16,27 +16,17 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 from typing import Any
 
 from onnx import defs
 
+from tests.helpers.kernel_registry import DOMAINS, Registry, installed_version, read, record
 from tests.helpers.one_node import Contrib, Schema, one_node, questions
 from tests.helpers.webgpu_sessions import PROVIDER, devices, lands, software_allowed
 from tests.helpers.where import ROOT
 
-FILE = ROOT / "lists" / "kernels.json"
-DOMAINS = ("ai.onnx", "com.microsoft")
 FIRST, LAST = 7, 23
 """The opsets in which kernels are tried: onnxruntime knows none before, and programs are lowered to none after."""
-
-_SOURCE = (
-    "kernel registries of the onnxruntime-gpu 1.31.1 wheel, and of {plugin} (WebGpuExecutionProvider/plugin); "
-    "WebGpuExecutionProvider has what {wheel} has as well, opsets 7 to 23"
-)
-
-Registry = dict[str, dict[str, dict[str, dict[str, list[str]]]]]
-"""Domain, operator, versions ("6-12", "13+"), type parameter: element types."""
 
 
 def registry() -> Registry:
@@ -45,18 +35,7 @@ def registry() -> Registry:
 
     if not devices():
         sys.exit("The plugin lists no device: there is neither a graphics card nor software Vulkan.")
-    found: Registry = {domain: {} for domain in DOMAINS}
-    for kernel in bindings.get_registered_ep_kernel_defs(PROVIDER):
-        domain = kernel.domain or "ai.onnx"
-        if domain not in DOMAINS or kernel.op_name.startswith("Memcpy"):
-            continue
-        first, last = kernel.version_range
-        versions = f"{first}+" if last >= 2**31 - 1 else str(first) if first == last else f"{first}-{last}"
-        params = found[domain].setdefault(kernel.op_name, {}).setdefault(versions, {})
-        for param, types in kernel.type_constraints.items():
-            merged = {*params.get(param, []), *(each.removeprefix("tensor(").removesuffix(")") for each in types)}
-            params[param] = sorted(merged)
-    return found
+    return read(bindings.get_registered_ep_kernel_defs(PROVIDER))
 
 
 def in_both(plugin: Registry) -> Registry:
@@ -121,50 +100,6 @@ def _all_schemas(domain: str) -> Iterator[Schema]:
     yield from (Contrib(s) for s in bindings.get_all_operator_schema() if s.domain == domain)
 
 
-def written(table: dict[str, Any]) -> str:
-    """The file's text: a line for each operator."""
-    providers = [
-        f"{json.dumps(provider)}: {{\n" + ",\n".join(_domain(*each) for each in domains.items()) + "\n}"
-        for provider, domains in table["kernels"].items()
-    ]
-    sets = ",\n".join(json.dumps(each) for each in table["type_sets"])
-    head = "".join(f"{json.dumps(key)}: {json.dumps(table[key])},\n" for key in ("source", "layout"))
-    return f'{{\n{head}"type_sets": [\n{sets}\n],\n"kernels": {{\n' + ",\n".join(providers) + "\n}}\n"
-
-
-def _domain(name: str, operators: dict[str, Any]) -> str:
-    lines = [f"{json.dumps(op)}: {json.dumps(of, separators=(',', ':'))}" for op, of in operators.items()]
-    return f"{json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n}"
-
-
-def numbered(found: Registry, sets: list[list[str]]) -> dict[str, Any]:
-    """A registry with sets of element types by number, as the file has them; new sets are added to ``sets``."""
-
-    def number(types: list[str]) -> int:
-        if types not in sets:
-            sets.append(types)
-        return sets.index(types)
-
-    return {
-        domain: {
-            op: {v: {p: number(types) for p, types in sorted(params.items())} for v, params in _by_version(of)}
-            for op, of in sorted(operators.items())
-        }
-        for domain, operators in found.items()
-    }
-
-
-def _by_version(registrations: dict[str, Any]) -> list[tuple[str, Any]]:
-    return sorted(registrations.items(), key=lambda each: int(each[0].rstrip("+").partition("-")[0]))
-
-
-def versions() -> str:
-    """The packages that this interpreter asks, with their versions."""
-    names = ("onnxruntime-ep-webgpu", "onnxruntime-webgpu", "onnxruntime", "onnxruntime-gpu")
-    found = {each.metadata["Name"]: each.version for each in metadata.distributions()}
-    return " on ".join(f"{name} {found[name]}" for name in names if name in found)
-
-
 def _asked(python: str, question: str, given: str = "") -> Any:
     command = [python, "-m", "tests.record.webgpu_kernels", question]
     done = subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True, env=software_allowed(), cwd=ROOT)
@@ -181,15 +116,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.question:
         found = registry() if args.question == "registry" else in_both(json.load(sys.stdin))
-        print("\n" + json.dumps([versions(), found]))
+        print("\n" + json.dumps([installed_version(), found]))
     elif args.plugin and args.wheel:
         of_plugin, plugin = _asked(args.plugin, "registry")
         of_wheel, both = _asked(args.wheel, "in_both", json.dumps(plugin))
-        table = json.loads(FILE.read_text())
-        table["source"] = _SOURCE.format(plugin=of_plugin, wheel=of_wheel)
-        table["kernels"][PROVIDER] = numbered(both, table["type_sets"])
-        table["kernels"][f"{PROVIDER}/plugin"] = numbered(plugin, table["type_sets"])
-        FILE.write_text(written(table))
+        record(PROVIDER, both, f"what the plugin and {of_wheel} both have, opsets {FIRST} to {LAST}")
+        record(f"{PROVIDER}/plugin", plugin, of_plugin)
     else:
         parser.error("--plugin and --wheel are needed")
 

@@ -22,12 +22,12 @@ from amp_transpiler.lists import TARGET_OPSET, kernel_types
 from tests.corpora.webgpu_moves import MOVES
 from tests.corpora.webgpu_pointwise import POINTWISE
 from tests.corpora.webgpu_sums import SUMS
+from tests.helpers.kernel_registry import installed_version
 from tests.helpers.one_node import allowed
 from tests.helpers.operator_cases import DTYPES, Case, Cases
 from tests.helpers.verdicts import KILLED, verdict
 from tests.helpers.webgpu_sessions import PROVIDER, software_allowed
 from tests.helpers.where import ROOT
-from tests.record.webgpu_kernels import versions
 
 FILE = ROOT / "tests" / "data" / "webgpu_operators.json"
 ALL: dict[str, Cases] = POINTWISE | SUMS | MOVES
@@ -115,7 +115,7 @@ def main() -> None:
         for case in cases(args.only):
             print(f"{case}: {verdict(case)}")
     elif args.start is not None:
-        print(f"# {versions()}", flush=True)
+        print(f"# {installed_version()}", flush=True)
         for case in asked(args.kind, args.again)[args.start :]:
             print(json.dumps({str(case): verdict(case)}), flush=True)
     elif args.plugin and args.wheel:

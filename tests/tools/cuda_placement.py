@@ -74,7 +74,8 @@ NVINFER = r"""
 static void*vt[512];static void*r[512];static int init=0;static void*f0(void){return 0;}
 static void*obj(void){if(!init){for(int i=0;i<512;i++){vt[i]=(void*)f0;r[i]=(void*)r;}r[0]=vt;init=1;}return r;}
 void*createInferBuilder_INTERNAL(){return obj();}void*createInferRefitter_INTERNAL(){return obj();}
-void*createInferRuntime_INTERNAL(){return obj();}int getInferLibVersion(){return 101400;}
+void*createInferRuntime_INTERNAL(){return obj();}void*getPluginRegistry(){return obj();}
+int getInferLibVersion(){return 101400;}
 """
 NVPARSER = (
     "static char r[64];void*createNvOnnxParserRefitter_INTERNAL(){return r;}"
@@ -120,25 +121,16 @@ def build_stubs(folder):
     for soname, special, mine in rows:
         done = taken(special)
         source = special + "".join(f"int {s}(){{return 0;}}\n" for s in sorted(symbols) if mine(s) and s not in done)
-        c_file, version = folder / (soname + ".c"), folder / (soname + ".map")
-        c_file.write_text(source)
-        version.write_text(f"{soname} {{ global: *; }};\n")
-        subprocess.run(
-            [
-                "gcc",
-                "-w",
-                "-shared",
-                "-fPIC",
-                "-I",
-                include,
-                f"-Wl,-soname,{soname}",
-                f"-Wl,--version-script,{version}",
-                "-o",
-                folder / soname,
-                c_file,
-            ],
-            check=True,
-        )
+        compile_stub(folder, soname, source, ["-I", include])
+
+
+def compile_stub(folder, soname, source, options=()):
+    """A library whose symbols carry its name as their version, as those of CUDA do."""
+    c_file, version = folder / (soname + ".c"), folder / (soname + ".map")
+    c_file.write_text(source)
+    version.write_text(f"{soname} {{ global: *; }};\n")
+    flags = ["-w", "-shared", "-fPIC", *options, f"-Wl,-soname,{soname}", f"-Wl,--version-script,{version}"]
+    subprocess.run(["gcc", *flags, "-o", folder / soname, c_file], check=True)
 
 
 def over_stubs(folder):

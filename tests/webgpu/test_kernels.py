@@ -8,9 +8,10 @@ from onnx import defs
 
 from amp_transpiler.lists import TARGET_OPSET, kernel_types
 from amp_transpiler.lists._data import read_text
+from tests.helpers.kernel_registry import numbered
 from tests.helpers.one_node import one_node, questions
 from tests.helpers.webgpu_sessions import PROVIDER, built_in, lands
-from tests.record.webgpu_kernels import numbered, registry
+from tests.record.webgpu_kernels import registry
 
 pytestmark = pytest.mark.webgpu
 
