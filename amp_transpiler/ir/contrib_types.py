@@ -13,18 +13,19 @@ DOMAIN = "com.microsoft"
 _AS_FIRST = frozenset(
     """
     Attention AttnLSTM BiasAdd BiasGelu BiasSoftmax BiasSplitGelu BifurcationDetector BranchwiseRMSNorm CDist
-    CausalConvWithState ComplexMul ComplexMulConj ConvTransposeWithDynamicPads CropAndResize DecoderAttention
-    DecoderMaskedSelfAttention DynamicQuantizeLSTM DynamicQuantizeMatMul DynamicSparseAttention EngramGate
-    ExpandDims FastGelu FusedConv FusedGemm FusedMatMul FusedMatMulActivation GatedAdd GatedRMSNorm
-    GatedRelativePositionBias GatherND Gelu GemmFastGelu GreedySearch GroupNorm HyperConnectionPostMix
-    HyperConnectionPreMix Inverse Irfft LinearAttentionGate LongformerAttention MRotaryEmbedding
-    MatMulBlockQuantizedFp4Weight MatMulBlockQuantizedFp8Weight MatMulBnb4 MatMulFpQ4 MatMulNBits MatMulNBitsMlp
-    MatMulNBitsQkv MaxpoolWithMask MoE NGramHashMapping NhwcConv NhwcFusedConv NhwcMaxPool PackedAttention
-    PackedMultiHeadAttention Pad QLinearAdd QLinearAveragePool QLinearGlobalAveragePool QLinearLeakyRelu QLinearMul
-    QLinearReduceMean QLinearSigmoid QLinearSoftmax QMoE QOrderedAttention QOrderedGelu QOrderedLayerNormalization
+    CausalConvWithState ComplexMul ComplexMulConj ConvStateReplay ConvTransposeWithDynamicPads CropAndResize
+    DecoderAttention DecoderMaskedSelfAttention DynamicQuantizeLSTM DynamicQuantizeMatMul EngramGate ExpandDims
+    FastGelu FusedConv FusedGemm FusedMatMul FusedMatMulActivation GatedAdd GatedDeltaNetStateReplay GatedRMSNorm
+    GatedRelativePositionBias GatherND Gelu GemmFastGelu GreedySearch GroupNorm HyperConnectionLowRankMix
+    HyperConnectionPostMix HyperConnectionPreMix Inverse Irfft LinearAttentionGate LongformerAttention
+    MRotaryEmbedding MatMulBlockQuantizedFp4Weight MatMulBlockQuantizedFp8Weight MatMulBnb4 MatMulFpQ4 MatMulNBits
+    MatMulNBitsMlp MatMulNBitsQLoRA MatMulNBitsQkv MatMulPacked MaxpoolWithMask MoE MoEPacked NGramHashMapping
+    NhwcConv NhwcFusedConv NhwcMaxPool PackedAttention PackedMultiHeadAttention PackedSparseAttentionIndexerMerge Pad
+    QLinearAdd QLinearAveragePool QLinearGlobalAveragePool QLinearLeakyRelu QLinearMul QLinearReduceMean
+    QLinearSigmoid QLinearSoftmax QMoE QOrderedAttention QOrderedGelu QOrderedLayerNormalization
     QOrderedLongformerAttention QOrderedMatMul QuickGelu Range RelativePositionBias RestorePadding Rfft
-    RotaryEmbedding ScaledSiLU SkipGroupNorm SparseAttention TorchEmbedding TransposeMatMul Trilu UnfoldTensor
-    VarlenCausalConvWithState
+    RotaryEmbedding RouterGateUpProj ScaledSiLU SkipGroupNorm SparseAttention SwiGLU TorchEmbedding TransposeMatMul
+    Trilu UnfoldTensor VarlenCausalConvWithState
     """.split()  # noqa: SIM905
 )
 #: Element types by output: the input that has it, or the type itself.
@@ -35,18 +36,22 @@ _BY_OUTPUT: dict[str, tuple[int | str, ...]] = {
     "BitmaskDropout": (0, "uint32"),
     "DecoderMaskedMultiHeadAttention": (0, 0, 0),
     "DequantizeLinear": (1,),
+    "DynamicSparseAttention": (5, 3, 3, "int32"),
     "DynamicTimeWarping": ("int32",),
     "EmbedLayerNormalization": (2, 0, 2),
-    "GatedDeltaNet": (0, 4, 4),
+    "GatedDeltaNet": (0, "float32", "float32"),
     "GatherBlockQuantized": (2,),
     "GemmaRotaryEmbedding": (1, 1),
     "GroupQueryAttention": (0, 3, 3, 0),
     "IsAllFinite": ("bool",),
     "LinearAttention": (0, 3),
+    "Mamba2Verify": (0, 0, 2, 0, 2),
     "MatMulIntegerToFloat": (2,),
+    "MoEGroupRouter": (0, 1, 1),
     "MulInteger": ("int32",),
     "MultiHeadAttention": (0, 0, 0),
     "NGramRepeatBlock": (1,),
+    "PackedSparseAttentionIndexer": (6, 6, 12, 0, 0, 6, 0, 6, 6),
     "PagedAttention": (0, 3, 3),
     "QAttention": (2, 2),
     "QEmbedLayerNormalization": (8, 0),
@@ -58,8 +63,10 @@ _BY_OUTPUT: dict[str, tuple[int | str, ...]] = {
     "Sampling": (0, 3),
     "SkipLayerNormalization": (0, "float32", "float32", 0),
     "SkipSimplifiedLayerNormalization": (0, "float32", "float32", 0),
+    "SparseAttentionIndexer": (12, 0, 0),
     "SparsePagedAttention": (0, 3, 3),
     "SparseToDenseMatMul": (1,),
+    "SpeculativePrefixCommit": (2, 0, 0),
     "Unique": (0, "int64", "int64"),
     "VarlenNGramHashMapping": (0, 0, 3, 0),
     "WhisperBeamSearch": (1, 5, 5, "float32", 5),
