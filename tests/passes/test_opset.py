@@ -11,8 +11,10 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
 from amp_transpiler.passes.canonicalize.opset import _ADAPTERS
+from amp_transpiler.passes.lowering.lowering import NEWEST_OPSET
 from tests.helpers.sessions import run
 from tests.helpers.where import DATA, NO_DATA
 
@@ -178,3 +180,33 @@ def test_what_cannot_be_moved_is_named(version: int, body: str, complaint: str) 
     program.add_operator(type_, inputs, [y], attrs={"spatial": 0} if len(inputs) > 1 else None)
     with pytest.raises(GraphError, match=complaint):
         program.convert_opset()
+
+
+NEWEST = onnx.defs.onnx_opset_version()
+
+
+@pytest.mark.parametrize("dtype", ["float", "float16", "bfloat16"])
+@pytest.mark.parametrize("opset", range(NEWEST_OPSET - 1, NEWEST + 1))
+def test_a_model_of_an_opset_that_onnxruntime_does_not_know_runs(opset: int, dtype: str) -> None:
+    text = f'<ir_version: 10, opset_import: ["" : {opset}]> net ({dtype}[3] x) => ({dtype}[3] y) {{ y = Neg(x) }}'
+    program = amp.Program.from_onnx(onnx.parser.parse_model(text))
+    fed = np.array([1.5, -2, 0], numpy_dtype({"float": "float32"}.get(dtype, dtype)))
+    (found,) = amp.Executor(amp.CPUPlace()).run(program, {"x": fed}, ["y"])
+    assert found.tobytes() == (-fed).tobytes()
+    assert program.opset() == opset  # the user's, which is written out
+
+
+def test_an_operator_newer_than_onnxruntime_computes_by_its_parts() -> None:
+    text = '<ir_version: 10, opset_import: ["" : 28]> net (float[3] a, float[3] b) => (float[3] y) { y = SwiGLU(a, b) }'
+    program = amp.Program.from_onnx(onnx.parser.parse_model(text))
+    a, b = np.array([-3, 0.5, 2], np.float32), np.array([1, -2, 0.25], np.float32)
+    (found,) = amp.Executor(amp.CPUPlace()).run(program, {"a": a, "b": b}, ["y"])
+    np.testing.assert_allclose(found, a / (1 + np.exp(-a)) * b, rtol=1e-6)
+
+
+def test_a_program_stays_at_an_opset_that_no_earlier_one_can_express() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 28]>
+        net (float[1, 4, 2, 2] x) => (float[1, 16, 1, 1] y) { y = SpaceToDepth <blocksize = 2, mode = "CRD"> (x) }"""
+    program = amp.Program.from_onnx(onnx.parser.parse_model(text))
+    lowered = program.lower(amp.CPUPlace())
+    assert [(each.domain, each.version) for each in lowered.model.opset_import] == [("", 28)]

@@ -69,13 +69,37 @@ def _since(op: Operator, version: int) -> int | None:
         return None
 
 
-def _convert(op: Operator, version: int, target: int) -> None:
+def can_convert(program: Graph, target: int) -> bool:
+    """Whether the opset ``target``, an earlier one, has a form of every operator."""
+    version = program.opset()
+    return not any(_obstacle(op, version, target) for op in program.walk() if not op.domain)
+
+
+def _obstacle(op: Operator, version: int, target: int) -> str | None:
+    """Why an operator of one opset has no form at another; None where it has."""
     new, old = _since(op, target), _since(op, version)
-    if new is None:
-        raise GraphError(
+    if new is None and not has_decomposition(op):
+        return (
             f"operator '{op.label}' ({op.type}, opset {version}) does not exist at opset {target}, which this "
             "place or the training of this program needs"
         )
+    if new is None or old is None or old <= new:
+        return None
+    schema = onnx.defs.get_schema(op.type, target, "")
+    unknown = next((name for name in op.attrs if name not in schema.attributes), None)
+    if unknown is None:
+        return None
+    return (
+        f"operator '{op.label}' ({op.type}) uses attribute '{unknown}' of opset {old}, which opset {target} cannot "
+        "express"
+    )
+
+
+def _convert(op: Operator, version: int, target: int) -> None:
+    obstacle = _obstacle(op, version, target)
+    if obstacle is not None:
+        raise GraphError(obstacle)
+    new, old = _since(op, target), _since(op, version)
     if old is None:
         return  # written by onnxruntime before ONNX had the operator, in the form that ONNX took over
     if old == new and not onnx.defs.get_schema(op.type, target, "").deprecated:
@@ -83,14 +107,6 @@ def _convert(op: Operator, version: int, target: int) -> None:
     for upto, adapter in _ADAPTERS.get(op.type, []):
         if old < upto <= target:
             adapter(op)
-    if old > new:
-        schema = onnx.defs.get_schema(op.type, target, "")
-        unknown = [name for name in op.attrs if name not in schema.attributes]
-        if unknown:
-            raise GraphError(
-                f"operator '{op.label}' ({op.type}) uses attribute '{unknown[0]}' of opset {old}, which opset "
-                f"{target} cannot express"
-            )
 
 
 def _adapter(upto: int, *types: str) -> Callable[[Adapter], Adapter]:

@@ -13,7 +13,7 @@ from amp_transpiler.ir.opdef import lowering_rule_of
 from amp_transpiler.lists import TARGET_OPSET, place_kinds, place_traits
 from amp_transpiler.passes.canonicalize.control_flow import FEED_SHAPES, ExpandControlFlow
 from amp_transpiler.passes.canonicalize.inlining import InlineFunctions
-from amp_transpiler.passes.canonicalize.opset import convert_opset
+from amp_transpiler.passes.canonicalize.opset import can_convert, convert_opset
 from amp_transpiler.passes.lowering.arithmetic import Arithmetic, kernels_of
 from amp_transpiler.passes.lowering.emission import emit
 from amp_transpiler.passes.lowering.fitting import fitted
@@ -26,6 +26,8 @@ from amp_transpiler.passes.pipeline import Context, Pass, Pipeline, Property, Va
 WANTED: Value[Wanted] = Value("wanted")
 #: The model that a place runs.
 LOWERED: Value[Lowered] = Value("lowered")
+#: The newest opset of ai.onnx whose models every onnxruntime takes that is admitted; 1.31 refuses later ones.
+NEWEST_OPSET = 26
 #: The first opset whose reductions all read their axes, as what stands for inner roundings has them.
 _AXES_READ = 18
 
@@ -34,7 +36,8 @@ _AXES_READ = 18
 class RuntimeOpset(Pass):
     """Operators are at the target opset where lowering rules ask for it, or where the place lacks later kernels.
 
-    So they are where kernels' inner roundings are written out that need later forms of operators.
+    So they are where kernels' inner roundings are written out that need later forms of operators. Others are at the
+    newest opset that onnxruntime takes, unless it has no form of them.
     """
 
     name = "runtime-opset"
@@ -43,6 +46,13 @@ class RuntimeOpset(Pass):
     place: str = option("cpu", *place_kinds())
 
     def applies(self, graph: Graph, context: Context) -> bool:
+        return self._opset(graph, context) != graph.opset()
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        return convert_opset(graph, self._opset(graph, context))
+
+    def _opset(self, graph: Graph, context: Context) -> int:
+        """At which the operators are to be."""
         version = graph.opset()
         # A conversion goes beyond the target version only for bfloat16 operators that the target does not have.
         stays = version > TARGET_OPSET and any(v.dtype == "bfloat16" for v in graph.variables)
@@ -50,10 +60,9 @@ class RuntimeOpset(Pass):
         arithmetic = context.get(WANTED, Wanted()).arithmetic
         emulated = version < _AXES_READ and arithmetic is not None and kernels_of(arithmetic) is not None
         later = traits.bodies or emulated or (version > TARGET_OPSET and traits.device)
-        return version != TARGET_OPSET and not stays and (later or any(lowering_rule_of(op) for op in graph.walk()))
-
-    def run(self, graph: Graph, context: Context) -> bool:
-        return convert_opset(graph)
+        if not stays and (later or any(lowering_rule_of(op) for op in graph.walk())):
+            return TARGET_OPSET
+        return NEWEST_OPSET if version > NEWEST_OPSET and can_convert(graph, NEWEST_OPSET) else version
 
 
 @dataclass(frozen=True)
