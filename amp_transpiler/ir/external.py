@@ -11,28 +11,32 @@ import onnx
 
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.file_targets import check_space, check_target, same_file
-from amp_transpiler.files import Group, put, remove_leftovers
+from amp_transpiler.files import Group, remove_leftovers
 from amp_transpiler.ir import serializing
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.locations import model_files
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.proto_residue import source_of
 from amp_transpiler.ir.tensors import (
+    PAGE,
     CastTensor,
     ExternalTensor,
+    HeldTensor,
+    RawTensor,
     Tensor,
     annotated,
     byte_size,
     embedded,
     external_proto,
+    header,
     raw_bytes,
     renamed,
     tensor_type,
 )
 from amp_transpiler.ir.verify import programs_of
+from amp_transpiler.ir.wire import with_contents
 
 _WORTH = 1024  # bytes: smaller tensors stay in the model
-_PAGE = 4096
 
 
 class Layout:
@@ -55,6 +59,8 @@ class Layout:
         self.location = _location(path, external_data)
         held = [(v, values.get(v, v.data)) for v in _contents(program, values)]
         self.places = self._place(self._moved(program, held, external_data))
+        #: By name: content of the main graph that goes into the model file past protobuf.
+        self.past: dict[str, RawTensor | CastTensor] = {}
         if path is not None:
             self._check_paths(path, program, held, named=isinstance(external_data, str))
 
@@ -70,9 +76,8 @@ class Layout:
             return large
         source = source_of(program)
         came = source is not None and bool(source.external)
-        moved = [
-            (v, data) for v, data in large if came and (v in self.values or not isinstance(data, onnx.TensorProto))
-        ]
+        within = onnx.TensorProto | HeldTensor
+        moved = [(v, data) for v, data in large if came and (v in self.values or not isinstance(data, within))]
         inside = sum(sizes) - sum(_size(data) for _, data in moved)
         return large if inside > serializing.LIMIT else moved
 
@@ -86,7 +91,7 @@ class Layout:
                 places[variable] = known[same]
                 continue
             size = _size(data)
-            step = _PAGE if size >= _PAGE else 64
+            step = PAGE if size >= PAGE else 64
             offset = -(-end // step) * step
             places[variable] = known[same] = offset, size
             end = offset + size
@@ -120,18 +125,33 @@ class Layout:
             proto = external_proto(data, variable.name, self.location, offset, length)
         elif self.stays and isinstance(data, ExternalTensor):
             return renamed(data.proto, variable.name)
+        elif self.path is not None and _goes_past(variable, data):
+            self.past[variable.name] = data
+            proto = header(data, variable.name)
         else:
             proto = embedded(variable, data)
         return annotated(proto, variable.data) if variable in self.values else proto
 
     def add_to(self, group: Group, model: onnx.ModelProto) -> None:
-        """Write the model and its data file as files of a group."""
+        """Write the model and its data file as files of a group; then the model has its content as the file has."""
         assert self.path is not None
-        content = serializing.serialized(model)
-        check_space(self.path, len(content) + max((sum(place) for place in self.places.values()), default=0))
+        light, tensors = serializing.serialized(model), model.graph.initializer
+        past = {number: data for number, one in enumerate(tensors) if (data := self.past.get(one.name)) is not None}
+        lengths = {number: _size(data) for number, data in past.items()}
+        content = with_contents(light, lengths) if past else [light]
+        whole = sum(lengths[piece] if isinstance(piece, int) else len(piece) for piece in content)
+        serializing.check_size(model, whole)
+        check_space(self.path, whole + max((sum(place) for place in self.places.values()), default=0))
         if self.places:
             group.add(self.path.parent / self.location, self._write_data)
-        group.add(self.path, put(content))
+
+        def write(stream: BinaryIO) -> None:
+            for piece in content:
+                if isinstance(piece, int):
+                    tensors[piece].raw_data = piece = b"".join(raw_bytes(past[piece]))
+                stream.write(piece)
+
+        group.add(self.path, write)
 
     def _write_data(self, stream: BinaryIO) -> None:
         for variable, (offset, _) in self.places.items():
@@ -166,6 +186,11 @@ def _contents(program: Graph, values: dict[Variable, Any]) -> list[Variable]:
 
 def _size(data: Any) -> int:
     return _bytes(*tensor_type(data))
+
+
+def _goes_past(variable: Variable, data: Any) -> bool:
+    """Whether it is a large initializer of the main graph whose content is no part of a protobuf."""
+    return variable.program.parent is None and isinstance(data, RawTensor | CastTensor) and _size(data) > PAGE
 
 
 _bytes = lru_cache(maxsize=4096)(byte_size)  # thousands of tensors have few types and shapes

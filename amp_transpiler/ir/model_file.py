@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import math
+import mmap
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,11 +24,13 @@ from amp_transpiler.ir.locations import external_tensors, located
 from amp_transpiler.ir.node_fields import NodeFields, fields_of
 from amp_transpiler.ir.proto_residue import plain_domain
 from amp_transpiler.ir.serializing import LIMIT
-from amp_transpiler.ir.tensors import ExternalTensor, byte_size, tensor_type, to_proto
-from amp_transpiler.ir.wellformed import check_model
-from amp_transpiler.ir.wire import nesting
+from amp_transpiler.ir.tensors import SMALL, ExternalTensor, HeldTensor, byte_size, tensor_type, to_proto
+from amp_transpiler.ir.wellformed import check_model, plain_weight
+from amp_transpiler.ir.wire import nesting, without_contents
 
 _LFS = b"version https://git-lfs"
+#: Bytes of the smallest file of which the weights go past protobuf, and what the places of numbers are multiples of.
+_HEAVY, _ALIGNED = 1 << 20, 8
 #: An offset or a length in an external file.
 _DIGITS = re.compile("[0-9]{1,19}")
 _Message = TypeVar("_Message", bound=Message)
@@ -34,12 +38,15 @@ _Message = TypeVar("_Message", bound=Message)
 
 @dataclass
 class ModelFile:
-    """A model that was read: the protobuf, a name for messages, and the folder of its external data."""
+    """A model that was read: the protobuf, a name for messages, and the folder of its external data.
+
+    ``initializers`` are those of the main graph; the protobuf has no content of what is held besides.
+    """
 
     model: onnx.ModelProto
     label: str
     folder: Path | None
-    initializers: list[onnx.TensorProto]
+    initializers: Sequence[onnx.TensorProto | HeldTensor]
     path: Path | None = None
 
     @cached_property
@@ -63,9 +70,9 @@ def read_model(model_or_path: Any, external_data_dir: str | os.PathLike[str] | N
         read = ModelFile(model, label, folder, list(model_or_path.graph.initializer))
     elif isinstance(model_or_path, str | os.PathLike):
         path = Path(model_or_path)
-        model = _parse(path)
+        model, initializers = _parse(path)
         folder = path.parent if external_data_dir is None else Path(external_data_dir)
-        read = ModelFile(model, f"'{path}'", folder, list(model.graph.initializer), path)
+        read = ModelFile(model, f"'{path}'", folder, initializers, path)
     else:
         raise ArgumentTypeError(
             f"a model is given as a path or an onnx.ModelProto, not as {type(model_or_path).__name__}"
@@ -74,31 +81,74 @@ def read_model(model_or_path: Any, external_data_dir: str | os.PathLike[str] | N
     return read
 
 
-def _parse(path: Path) -> onnx.ModelProto:
+def _parse(path: Path) -> tuple[onnx.ModelProto, list[onnx.TensorProto | HeldTensor]]:
+    """The model in a file, less the content of its large weights, and its initializers."""
+    content = _content(path)
+    if not content.size:
+        raise ModelFileError(f"the model file '{path}' is empty")
+    if content[: len(_LFS)].tobytes() == _LFS:
+        raise ModelFileError(f"'{path}' is a Git LFS pointer, not the model itself; fetch it with `git lfs pull`")
+    light, places = without_contents(content.data) if content.size >= _HEAVY else (content.tobytes(), {})
+    model = onnx.ModelProto()
     try:
-        if stat.S_ISCHR(path.stat().st_mode):  # such as /dev/zero, which has no end
+        model.ParseFromString(light)
+    except DecodeError:
+        if nesting(content.data) > NESTED:
+            raise ModelFileError(too_deep(f"'{path}'")) from None
+        raise ModelFileError(
+            f"'{path}' is not an ONNX model, or is cut short: its {content.size} bytes do not parse"
+        ) from None
+    return model, _initializers(model, content, places)
+
+
+def _content(path: Path) -> np.ndarray:
+    """The bytes of a file."""
+    try:
+        found = path.stat()
+        if stat.S_ISCHR(found.st_mode):  # such as /dev/zero, which has no end
             raise OSError(errno.EINVAL, "it is a device")
-        content = path.read_bytes()
+        if not stat.S_ISREG(found.st_mode):
+            return np.frombuffer(bytearray(path.read_bytes()), np.uint8)
+        content = _memory(found.st_size)
+        with open(path, "rb") as stream:
+            return content[: stream.readinto(content.data)]
     except FileNotFoundError:
         raise ModelFileNotFoundError(f"there is no model file '{path}'") from None
     except OSError as error:
         raise ModelFileError(f"the model file '{path}' cannot be read: {error.strerror}") from None
     except ValueError:  # what no path holds
         raise ModelFileError(f"there can be no model file {str(path)!r}") from None
-    if not content:
-        raise ModelFileError(f"the model file '{path}' is empty")
-    if content.startswith(_LFS):
-        raise ModelFileError(f"'{path}' is a Git LFS pointer, not the model itself; fetch it with `git lfs pull`")
-    model = onnx.ModelProto()
-    try:
-        model.ParseFromString(content)
-    except DecodeError:
-        if nesting(content) > NESTED:
-            raise ModelFileError(too_deep(f"'{path}'")) from None
-        raise ModelFileError(
-            f"'{path}' is not an ONNX model, or is cut short: its {len(content)} bytes do not parse"
-        ) from None
-    return model
+
+
+def _memory(size: int) -> np.ndarray:
+    """So many bytes. Of numpy's own memory large pages are asked for, and the system may take long to clear such."""
+    if not size or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return np.empty(size, np.uint8)
+    return np.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+
+
+def _initializers(
+    model: onnx.ModelProto, content: np.ndarray, places: Mapping[int, tuple[int, int]]
+) -> list[onnx.TensorProto | HeldTensor]:
+    """The initializers of a model, some of which were parted from their bytes; small and odd ones get them back.
+
+    ``places``: their offset and length in the ``content`` of the file, by number; there they move to where numbers lie.
+    """
+    found: list[onnx.TensorProto | HeldTensor] = list(model.graph.initializer)
+    free = 0
+    for number, (offset, length) in places.items():
+        tensor, raw = model.graph.initializer[number], content[offset : offset + length]
+        aligned = offset // _ALIGNED * _ALIGNED  # its name, type and dims stood there
+        if plain_weight(tensor, length) and math.prod(tensor.dims) > SMALL and aligned >= free:
+            held = content[aligned : aligned + length]
+            if aligned < offset:
+                held[:] = raw
+            held.flags.writeable = False
+            found[number] = HeldTensor(tensor, held)
+        else:
+            tensor.raw_data = raw.tobytes()
+        free = offset + length
+    return found
 
 
 def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -144,7 +194,8 @@ def _check_model(read: ModelFile) -> None:
     _check_opsets(label, model.opset_import)
     for function in model.functions:
         _check_opsets(f"function '{function.name}' of {label}", function.opset_import)
-    check_model(model, read.nodes, read.initializers, label)
+    inside = [each for each in read.initializers if isinstance(each, onnx.TensorProto)]  # others were looked at
+    check_model(model, read.nodes, inside, label)
 
 
 def _check_opsets(label: str, opsets: Iterable[onnx.OperatorSetIdProto]) -> None:
@@ -174,8 +225,10 @@ class DataFiles:
         self.tensors: dict[Path, int] = {}
         self._mapped: dict[str, tuple[Path, np.ndarray]] = {}
 
-    def content(self, tensor: onnx.TensorProto) -> onnx.TensorProto | ExternalTensor:
+    def content(self, tensor: onnx.TensorProto | HeldTensor) -> onnx.TensorProto | HeldTensor | ExternalTensor:
         """The content of an initializer, as :meth:`find` gives it; counted where it is external."""
+        if isinstance(tensor, HeldTensor):
+            return tensor
         data = self.find(tensor)
         if isinstance(data, ExternalTensor):
             self.tensors[data.file] = self.tensors.get(data.file, 0) + 1

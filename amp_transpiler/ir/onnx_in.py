@@ -25,7 +25,7 @@ from amp_transpiler.ir.model_info import ModelInfo
 from amp_transpiler.ir.node_fields import NodeFields, fields_of
 from amp_transpiler.ir.nodes import FORWARD, OWN, Shape, Variable
 from amp_transpiler.ir.proto_residue import Entry, Source, leftover, plain_domain, set_source, source_of
-from amp_transpiler.ir.tensors import is_small, stripped, tensor_array, tensor_type
+from amp_transpiler.ir.tensors import HeldTensor, is_small, stripped, tensor_array, tensor_type
 from amp_transpiler.ir.verify import all_clashes
 from amp_transpiler.ir.weights import STATISTICS, not_a_weight
 from amp_transpiler.ir.wellformed import node_label
@@ -96,7 +96,7 @@ def _as_read(program: Graph, read: ModelFile) -> onnx.ModelProto | None:
     if keys != sorted(keys):
         return None
     held = [v for v in program.variables if v.data is not None and v.producer is None]
-    if read.path is not None and all(map(is_small, [v.data for v in held])):
+    if read.path is not None and all(is_small(v.data) or isinstance(v.data, HeldTensor) for v in held):
         return read.model  # as it is: it has no weights
     copy = without_weights(read.model)
     copy.graph.initializer.extend(
@@ -189,7 +189,7 @@ class _Reader(Generic[G]):
         self,
         graph: onnx.GraphProto,
         nodes: Sequence[NodeFields],
-        initializers: Iterable[onnx.TensorProto],
+        initializers: Iterable[onnx.TensorProto | HeldTensor],
         outer: _Frame[G] | None,
         name: str | None = None,
     ) -> _Frame[G]:
@@ -218,7 +218,7 @@ class _Reader(Generic[G]):
         self,
         program: Graph,
         source: Source,
-        dense: Iterable[onnx.TensorProto],
+        dense: Iterable[onnx.TensorProto | HeldTensor],
         sparse: Iterable[onnx.SparseTensorProto],
     ) -> None:
         contents: dict[str, Any] = {}

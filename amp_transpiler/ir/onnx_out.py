@@ -212,7 +212,7 @@ class _Writer:
             if isinstance(tensor, onnx.SparseTensorProto):
                 graph.sparse_initializer.append(tensor)
             else:
-                graph.initializer.append(tensor)
+                graph.initializer.add().CopyFrom(tensor)  # appending would write it out and read it again
         return found
 
     def _inputs(self, program: Graph, graph: onnx.GraphProto, held: set[Variable]) -> None:

@@ -19,11 +19,20 @@ def serialized(model: onnx.ModelProto) -> bytes:
     try:
         data: bytes = model.SerializeToString(deterministic=True)
     except (EncodeError, ValueError):
-        raise ModelFileError(
-            f"model '{model.graph.name}' is larger than the 2 GB that one file can hold; write it "
-            "with external_data=True"
-        ) from None
+        raise _too_large(model) from None
     return data
+
+
+def check_size(model: onnx.ModelProto, size: int) -> None:
+    """ModelFileError where a file of this size, with the model in it, is one that protobuf does not read."""
+    if size >= 2**31:
+        raise _too_large(model)
+
+
+def _too_large(model: onnx.ModelProto) -> ModelFileError:
+    return ModelFileError(
+        f"model '{model.graph.name}' is larger than the 2 GB that one file can hold; write it with external_data=True"
+    )
 
 
 def write_model(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:

@@ -17,6 +17,8 @@ from amp_transpiler.ir.types import NAMES, ONNX_TYPES, element_type, numpy_dtype
 
 #: Tensors up to this many elements keep their content where weights are stripped: shape arithmetic needs it.
 SMALL = 1024
+#: Bytes of the smallest content that goes past protobuf, less one.
+PAGE = 1 << 12
 #: Elements of the pieces in which large content is read and converted.
 CHUNK = 1 << 22
 
@@ -25,23 +27,25 @@ Tensor = onnx.TensorProto | onnx.SparseTensorProto
 _BITS = {"uint4": 4, "int4": 4, "float4e2m1": 4, "uint2": 2, "int2": 2, "float6e2m3": 6, "float6e3m2": 6}
 
 
-class ExternalTensor:
-    """A tensor whose content lies in a file beside its model. The file is mapped; nothing is read before it is used.
+class RawTensor:
+    """A tensor whose content lies as bytes outside of its TensorProto.
 
     ``np.asarray`` gives the content, read-only and without a copy (elements of less than a byte are unpacked).
-    ``proto`` is the TensorProto of the model, ``file`` the data file, ``raw`` the mapped bytes.
+    ``proto`` is the TensorProto of the model, ``raw`` are the bytes.
     """
 
-    __slots__ = ("_mapping", "_offset", "dtype", "file", "proto", "raw", "shape")
+    __slots__ = ("dtype", "proto", "raw", "shape")
 
-    def __init__(self, proto: onnx.TensorProto, file: Path, mapped: np.ndarray, offset: int, length: int) -> None:
+    def __init__(self, proto: onnx.TensorProto, raw: np.ndarray) -> None:
         self.proto = proto
-        self.file = file
-        self.raw = mapped.view(np.ndarray)[offset : offset + length]
-        self._mapping: mmap.mmap | None = getattr(mapped, "_mmap", None)
-        self._offset = offset
+        self.raw = raw
         self.dtype = numpy_dtype(NAMES[proto.data_type])
         self.shape = tuple(proto.dims)
+
+    @property
+    def name(self) -> str:
+        """Its name in the model."""
+        return str(self.proto.name)
 
     @property
     def size(self) -> int:
@@ -57,6 +61,27 @@ class ExternalTensor:
             array = array.copy() if copy else array
         return array if dtype is None else array.astype(dtype, copy=False)
 
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self.dtype}{list(self.shape)}>"
+
+
+class HeldTensor(RawTensor):
+    """A tensor whose content lies in memory: protobuf copies what it takes in, and again what it is asked for."""
+
+    __slots__ = ()
+
+
+class ExternalTensor(RawTensor):
+    """A tensor whose content lies in ``file`` beside its model. It is mapped; nothing is read before it is used."""
+
+    __slots__ = ("_mapping", "_offset", "file")
+
+    def __init__(self, proto: onnx.TensorProto, file: Path, mapped: np.ndarray, offset: int, length: int) -> None:
+        super().__init__(proto, mapped.view(np.ndarray)[offset : offset + length])
+        self.file = file
+        self._mapping: mmap.mmap | None = getattr(mapped, "_mmap", None)
+        self._offset = offset
+
     @property
     def place(self) -> tuple[Path, int, int]:
         """The file, and the offset and number of the bytes in it."""
@@ -69,7 +94,7 @@ class ExternalTensor:
             self._mapping.madvise(mmap.MADV_DONTNEED, start, self._offset + self.raw.size - start)
 
     def __repr__(self) -> str:
-        return f"<{self.proto.name}: {self.dtype}{list(self.shape)} in {self.file}>"
+        return f"{super().__repr__()[:-1]} in {self.file}>"
 
 
 class CastTensor:
@@ -130,8 +155,9 @@ def as_array(data: Any) -> np.ndarray:
                 f"the content of tensor '{data.name}' lies in an external file that is not known "
                 "here; load its model with Program.from_onnx"
             )
-        if data.data_type == onnx.TensorProto.FLOAT and data.raw_data:  # most of them, and a third of the time
-            return np.frombuffer(data.raw_data, "<f4").reshape(tuple(data.dims))
+        raw = data.raw_data if data.data_type == onnx.TensorProto.FLOAT else b""  # each look at it is a copy
+        if raw:  # most of them, and a third of the time
+            return np.frombuffer(raw, "<f4").reshape(tuple(data.dims))
         return onnx.numpy_helper.to_array(data)
     if isinstance(data, onnx.SparseTensorProto):
         return _dense(data)
@@ -166,7 +192,7 @@ def tensor_type(data: Any) -> tuple[str, tuple[int, ...]]:
         return NAMES[data.data_type], tuple(data.dims[:])  # a slice takes half the time of a loop
     if isinstance(data, onnx.SparseTensorProto):
         return NAMES[data.values.data_type], tuple(data.dims)
-    if isinstance(data, ExternalTensor):
+    if isinstance(data, RawTensor):
         return NAMES[data.proto.data_type], data.shape
     if isinstance(data, CastTensor):
         return data.element_type, data.shape
@@ -209,15 +235,20 @@ def to_proto(data: Any, name: str) -> onnx.TensorProto:
     """Constant content as a TensorProto called ``name`` with the content inside; the given one where it is that."""
     if isinstance(data, onnx.TensorProto):
         return renamed(data, name)
-    if isinstance(data, ExternalTensor):
-        embedded = _header(data.proto, name)
-        embedded.raw_data = data.raw.tobytes()
-        return embedded
-    if isinstance(data, CastTensor):
-        cast = onnx.numpy_helper.from_array(np.asarray(data), name)
-        return annotated(cast, data.source)
+    if isinstance(data, RawTensor | CastTensor):
+        proto = header(data, name)
+        proto.raw_data = b"".join(raw_bytes(data))
+        return proto
     array = np.asarray(data)
     return onnx.numpy_helper.from_array(np.ascontiguousarray(array).reshape(array.shape), name)
+
+
+def held(array: np.ndarray, name: str, old: Any) -> onnx.TensorProto | HeldTensor:
+    """An array of numbers as the content that replaces ``old``: past a page without its bytes in a TensorProto."""
+    if array.nbytes <= PAGE:
+        return annotated(to_proto(array, name), old)
+    proto = onnx.TensorProto(name=name, data_type=ONNX_TYPES[tensor_type(array)[0]], dims=array.shape)
+    return HeldTensor(annotated(proto, old), np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
 def raw_bytes(data: Any) -> Iterator[memoryview]:
@@ -225,14 +256,21 @@ def raw_bytes(data: Any) -> Iterator[memoryview]:
     if isinstance(data, CastTensor):
         for piece in chunks(data):
             yield memoryview(piece.view(np.uint8).data)
-    elif isinstance(data, ExternalTensor):
+    elif isinstance(data, RawTensor):
         for start in range(0, data.raw.size, 4 * CHUNK):
             yield memoryview(data.raw[start : start + 4 * CHUNK].data)
-        data.release()
+        release(data)
     else:
         if not isinstance(data, onnx.TensorProto) or not data.HasField("raw_data"):
             data = onnx.numpy_helper.from_array(np.ascontiguousarray(as_array(data)))
         yield memoryview(data.raw_data)
+
+
+def header(data: RawTensor | CastTensor, name: str) -> onnx.TensorProto:
+    """:func:`to_proto` without the content."""
+    if isinstance(data, RawTensor):
+        return _header(data.proto, name)
+    return annotated(onnx.TensorProto(name=name, data_type=ONNX_TYPES[data.element_type], dims=data.shape), data.source)
 
 
 def _header(proto: onnx.TensorProto, name: str) -> onnx.TensorProto:
@@ -248,7 +286,7 @@ def _proto(data: Any) -> Any:
     """The TensorProto that constant content came as; the content itself where it came otherwise."""
     while isinstance(data, CastTensor):
         data = data.source
-    return data.proto if isinstance(data, ExternalTensor) else data
+    return data.proto if isinstance(data, RawTensor) else data
 
 
 def annotated(proto: onnx.TensorProto, old: Any) -> onnx.TensorProto:

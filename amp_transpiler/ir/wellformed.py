@@ -64,7 +64,7 @@ def check_model(
     """
     try:
         check_text(model, nodes)
-        initializers = [tensor for tensor in initializers if not _plain_weight(tensor)]
+        initializers = [tensor for tensor in initializers if not plain_weight(tensor)]
         for tensor in initializers:
             check_text(tensor)
         functions = {(plain_domain(f.domain), f.name, f.overload) for f in model.functions}
@@ -96,18 +96,23 @@ _ARRAY = (_FIELD["dims"], *_NUMBER)
 _WIDTHS = {number: numpy_dtype(NAMES[number]).itemsize for number, name in NAMES.items() if name in FLOATS}
 
 
-def _plain_weight(tensor: onnx.TensorProto) -> bool:
-    """Whether a tensor is a name, a size and as many floating-point numbers, inside: nearly every one."""
+def plain_weight(tensor: onnx.TensorProto, raw: int | None = None) -> bool:
+    """Whether a tensor is a name, a size and as many floating-point numbers, inside: nearly every one.
+
+    ``raw``: the number of its bytes, where they were taken out.
+    """
     fields = tensor.ListFields()
     if len(fields) not in (len(_NUMBER), len(_ARRAY)):
         return False
     found, values = zip(*fields, strict=True)
+    if raw is not None:
+        found, values = (*found, _FIELD["raw_data"]), (*values, range(raw))
     if found != _ARRAY and found != _NUMBER:
         return False
-    *dims, data_type, name, raw = values
+    *dims, data_type, name, content = values
     sizes = dims[0][:] if dims else [1]
     fits = isinstance(name, str) and data_type in _WIDTHS and len(sizes) <= RANK and min(sizes) > 0
-    return fits and math.prod(sizes) * _WIDTHS[data_type] == len(raw)
+    return fits and math.prod(sizes) * _WIDTHS[data_type] == len(content)
 
 
 def check_tensor(tensor: onnx.TensorProto, what: str) -> None:

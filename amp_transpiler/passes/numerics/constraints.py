@@ -37,13 +37,15 @@ class Constraints:
 
     ``operators``: these run in fp32. ``tensors``: these are not stored in 16 bit, so that the operator that
     makes them and those that read them run in fp32. ``replaced``: constants that take this value instead
-    (a mask saturated to the format's minimum). ``constants``: what befell constants, for the report.
+    (a mask saturated to the format's minimum). ``constants``: what befell constants, for the report. ``magnitudes``:
+    the largest of the numbers of each constant that was looked through and has nothing but finite ones.
     """
 
     operators: dict[Operator, Reason] = field(default_factory=dict)
     tensors: dict[Variable, Reason] = field(default_factory=dict)
     replaced: dict[Variable, float] = field(default_factory=dict)
     constants: list[ConstantNote] = field(default_factory=list)
+    magnitudes: dict[Variable, float] = field(default_factory=dict, compare=False)
 
     def keep(self, op: Operator, why: Reason) -> None:
         """Let the operator run in fp32; the first reason stands."""

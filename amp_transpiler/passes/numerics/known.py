@@ -35,10 +35,10 @@ def known_constraints(
     """The constraints of constants, integers held as floats, patterns and intervals; the program is not changed."""
     constraints, flow = Constraints(), Flow(program)
     progress("constants")
-    largest = check_constants(program, dtype, constraints, flow, ranges.extremes)
+    check_constants(program, dtype, constraints, flow, ranges.extremes)
     progress("integers and ranges")
     keep_integer_valued(program, constraints)
-    apply_overflow_rules(program, dtype, ranges, constraints, flow, largest, ranges.extremes)
+    apply_overflow_rules(program, dtype, ranges, constraints, flow)
     return constraints
 
 

@@ -25,7 +25,6 @@ from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import LIMITS, SHORT
 from amp_transpiler.passes.numerics.constraints import Constraints
-from amp_transpiler.passes.numerics.extremes import Extremes
 from amp_transpiler.passes.numerics.masks import HIGH, LOW, binary_tensors, maskable, masking
 from amp_transpiler.passes.numerics.overflow_propagation import (
     INVERSE,
@@ -67,23 +66,20 @@ def apply_overflow_rules(
     ranges: Bounds,
     constraints: Constraints,
     flow: Flow | None = None,
-    largest: Mapping[Variable, float] | None = None,
-    small: Mapping[Variable, Extremes] | None = None,
 ) -> None:
     """Add to ``constraints`` what patterns and intervals rule out in ``dtype`` ("float16" or "bfloat16").
 
     Operators of the custom white list are the caller's business. The program is not changed, and what an earlier
     conversion did to it makes no difference. Linear in its size. ``flow``: the program's, where there is one.
-    ``largest``: the largest finite magnitudes of constants, of those that are known. ``small``: of small ones, more.
     """
     flow, limit = flow or Flow(program), LIMITS[dtype].largest
     binary = binary_tensors(flow)
     propagation = OverflowPropagation(flow, dtype, constraints, binary, lambda v: ranges.within(v, limit))
     held = [variable for variable in flow.uses if constants.may_hold(variable)]
-    far = any(_reaches(variable, limit, largest or {}) for variable in held)
+    far = any(_reaches(variable, limit, constraints.magnitudes) for variable in held)
     for variable, bit in masking(flow, limit, maskable(flow, binary)).items() if far else ():
         propagation.mark(variable, bit, (None, Reason(Kind.MASK, variable.name)))
-    rules = _OverflowRules(propagation, ranges, small or {})
+    rules = _OverflowRules(propagation, ranges)
     for variable in program.inputs:
         why = rules.beyond(variable)
         if why:
@@ -96,10 +92,10 @@ def apply_overflow_rules(
 class _OverflowRules:
     """What each operator makes of ordinary operands."""
 
-    def __init__(self, propagation: OverflowPropagation, ranges: Bounds, small: Mapping[Variable, Extremes]) -> None:
+    def __init__(self, propagation: OverflowPropagation, ranges: Bounds) -> None:
         self.flow, self.propagation, self.ranges, self.limit = propagation.flow, propagation, ranges, propagation.limit
         self.short, self.float16 = SHORT[propagation.dtype], propagation.dtype == "float16"
-        self.small = small
+        self.magnitudes = propagation.constraints.magnitudes
         self.weight_norms: dict[tuple[Variable, tuple[int, ...]], float] = {}
         #: What an operator type may do by itself, in the words of :meth:`seed`.
         self.kinds: dict[str, bool] = {}
@@ -279,13 +275,14 @@ class _OverflowRules:
 
     def _weight_norms(self, op: Operator) -> Reason | None:
         variable = self.flow.inputs[op][1] if len(op.inputs) > 1 else None
-        if variable is None or not may_be_large(variable, self.small.get(variable)):
+        known = None if variable is None else self.magnitudes.get(variable)
+        if variable is None or not may_be_large(variable, known):
             return None
         axes = summed_axes(op)
         if not axes:
             return None
         if (variable, axes) not in self.weight_norms:
-            self.weight_norms[variable, axes] = weight_norm(variable, axes)
+            self.weight_norms[variable, axes] = weight_norm(variable, axes, known)
         norm = self.weight_norms[variable, axes]
         if norm < LARGE:
             return None
@@ -323,9 +320,9 @@ class _OverflowRules:
         return reduce is not None and operator_name(reduce) == "ReduceMax" and self.flow.inputs[reduce][0] is data
 
 
-def _reaches(variable: Variable, limit: float, largest: Mapping[Variable, float]) -> bool:
+def _reaches(variable: Variable, limit: float, magnitudes: Mapping[Variable, float]) -> bool:
     """Whether it is a constant that may hold a number as far out as the limit."""
-    if largest.get(variable, limit) < limit:
+    if magnitudes.get(variable, limit) < limit:
         return False
     return constants.content(variable) is not None or constants.fill(variable.producer) is not None
 

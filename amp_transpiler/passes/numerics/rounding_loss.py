@@ -46,16 +46,16 @@ def check_constants(
     constraints: Constraints,
     flow: Flow | None = None,
     small: Mapping[Variable, Extremes] | None = None,
-) -> dict[Variable, float]:
-    """Add to ``constraints`` the constants that ``dtype`` does not hold ("float16" or "bfloat16"), and a note of each.
+) -> None:
+    """Add to ``constraints`` the constants that ``dtype`` does not hold ("float16" or "bfloat16"), a note of each, and
+    the magnitudes of all.
 
     Every constant that an operator would read in 16 bit is read once, in small chunks. Infinities and NaN are what
     they are in any format. The program is not changed: see :func:`.constants.saturate` for ``constraints.replaced``.
-    ``flow`` and ``small``: those of the program, where the caller has them. Gives the largest finite magnitude of what
-    was read.
+    ``flow`` and ``small``: those of the program, where the caller has them.
     """
     small = extremes(program) if small is None else small
-    return _RoundingLoss(program, dtype, constraints, flow or Flow(program)).check(small)
+    _RoundingLoss(program, dtype, constraints, flow or Flow(program)).check(small)
 
 
 @dataclass
@@ -63,11 +63,12 @@ class Losses:
     """What rounding to 16 bit does to a tensor: finite elements that become infinite, and numbers that become zero.
 
     ``signs``: LOW where some overflow below, HIGH where some do above.
-    ``largest``: the largest finite magnitude.
+    ``largest``: the largest finite magnitude; ``finite``: whether it is the largest of all.
     """
 
     size: int
     largest: float = 0.0
+    finite: bool = True
     beyond: int = 0
     signs: int = 0
     vanishing: int = 0
@@ -87,9 +88,8 @@ def losses(array: np.ndarray, dtype: str) -> Losses:
         if not top < over:
             top = _overflow(found, chunk, size, over)
         found.largest = max(found.largest, top)
-        small = size <= under
-        if small.any():
-            lost = size[small & (chunk != 0)]
+        if not float(size.min()) > under:
+            lost = size[(size <= under) & (chunk != 0)]
             if lost.size:
                 found.vanishing += lost.size
                 found.smallest = min(found.smallest, float(lost.min()))
@@ -99,6 +99,7 @@ def losses(array: np.ndarray, dtype: str) -> Losses:
 def _overflow(found: Losses, chunk: np.ndarray, size: np.ndarray, over: np.float32) -> float:
     """Count the elements beyond; the largest finite magnitude of the chunk."""
     finite = np.isfinite(chunk)
+    found.finite &= bool(finite.all())
     lost = finite & (size >= over)
     found.beyond += int(lost.sum())
     found.signs |= (LOW if (chunk[lost] < 0).any() else 0) | (HIGH if (chunk[lost] > 0).any() else 0)
@@ -144,8 +145,8 @@ class _RoundingLoss:
     def maskable(self) -> dict[Variable, int]:
         return maskable(self.flow, self.binary)
 
-    def check(self, small: Mapping[Variable, Extremes]) -> dict[Variable, float]:
-        largest: dict[Variable, float] = {}
+    def check(self, small: Mapping[Variable, Extremes]) -> None:
+        magnitudes = self.constraints.magnitudes
         held = (v for each in programs(self.program) for v in each.variables if constants.may_hold(v))
         for variable in held:
             if variable.outer is not None or not is_float(variable) or variable.dtype == self.dtype:
@@ -154,7 +155,7 @@ class _RoundingLoss:
                 continue
             known = small.get(variable)
             if known is not None and self._holds(known):
-                largest[variable] = known.magnitude
+                magnitudes[variable] = known.magnitude
                 continue
             array = _content(variable)
             if array is None or not array.size:
@@ -163,7 +164,8 @@ class _RoundingLoss:
                 self._elsewhere(variable, array)
                 continue
             found = losses(array, self.dtype)
-            largest[variable] = found.largest
+            if found.finite:
+                magnitudes[variable] = found.largest
             suspect = found.beyond or found.vanishing or error_bound(found, self.dtype) > TOLERANCE
             if suspect and self._narrow(variable):
                 if found.beyond:
@@ -175,7 +177,6 @@ class _RoundingLoss:
             for variable, (bits, why) in self.kept.items():
                 propagation.mark(variable, bits, (None, why))
             propagation.sweep(lambda op, name: None)
-        return largest
 
     def _holds(self, known: Extremes) -> bool:
         """Whether nothing is lost of a constant, nor much of its digits."""

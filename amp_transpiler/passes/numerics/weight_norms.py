@@ -9,7 +9,6 @@ import numpy as np
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.tensors import as_array, release, tensor_type
-from amp_transpiler.passes.numerics.extremes import Extremes
 from amp_transpiler.passes.view import constants
 
 #: Norm (L2) of the weights of one result from which on ordinary inputs (some tens) leave float16. Trained networks
@@ -23,17 +22,18 @@ def summed_axes(op: Operator) -> tuple[int, ...] | None:
     return axes(op, len(weights.shape)) if axes is not None and weights is not None and weights.shape else None
 
 
-def may_be_large(variable: Variable, known: Extremes | None) -> bool:
-    """Whether weights, of which something may be ``known``, may have a norm of :data:`LARGE`."""
-    if known is None:
+def may_be_large(variable: Variable, magnitude: float | None) -> bool:
+    """Whether weights may have a norm of :data:`LARGE`. ``magnitude``: of their largest element, where it is known."""
+    if magnitude is None:
         return constants.may_hold(variable)
-    return not known.magnitude * math.sqrt(known.size) < LARGE
+    return not magnitude * math.sqrt(math.prod(tensor_type(constants.content(variable))[1])) < LARGE
 
 
-def weight_norm(variable: Variable, axes: tuple[int, ...]) -> float:
+def weight_norm(variable: Variable, axes: tuple[int, ...], magnitude: float | None) -> float:
     """The largest norm (L2) of constant weights over ``axes``; 0 for what is no float32 constant.
 
-    Weights in which no element is large enough are looked at once, for their largest element.
+    Weights in which no element is large enough are looked at once, for their largest element, if its ``magnitude`` is
+    not known.
     """
     data = constants.content(variable)
     if data is None or not math.prod(tensor_type(data)[1]):
@@ -42,7 +42,7 @@ def weight_norm(variable: Variable, axes: tuple[int, ...]) -> float:
     if array.dtype != np.float32:  # stored in 16 bit: whoever did so took the product into 16 bit
         return 0.0
     summed = math.prod(array.shape[axis] for axis in axes)
-    largest = max(float(array.max()), -float(array.min()))
+    largest = max(float(array.max()), -float(array.min())) if magnitude is None else magnitude
     release(data)
     if largest * math.sqrt(summed) < LARGE:
         return 0.0

@@ -88,7 +88,8 @@ def assign(
         cut.value if all(chosen is side for chosen in cut.half) else traffic_of(problem.costs, problem.tensors, side)
         for side in (HALF, FULL)
     ]
-    apply(program, final, lists, narrow_parameters=False, fetchable=False)
+    magnitudes = constraints.magnitudes if constraints else {}
+    apply(program, final, lists, narrow_parameters=False, fetchable=False, magnitudes=magnitudes)
     return Assignment(len(free), cut, *sides)
 
 

@@ -37,6 +37,7 @@ def apply(
     *,
     narrow_parameters: bool,
     fetchable: bool = True,
+    magnitudes: Mapping[Variable, float] | None = None,
 ) -> set[str]:
     """Give operators and variables the decided types and insert the casts.
 
@@ -44,6 +45,7 @@ def apply(
     the schema or the norm rule keeps it fp32; otherwise it is cast at its readers. The names that enter the 16-bit part
     are returned then, else none. ``fetchable``: what nothing
     reads may be fetched, and keeps its type; otherwise only the outputs that the program names are asked for.
+    ``magnitudes``: the largest numbers of constants, of those that are known and hold finite ones alone.
     """
     dtype = lists.dtype
     uses = _uses(program, decisions, dtype, constants_alone=not narrow_parameters)
@@ -55,7 +57,7 @@ def apply(
         and v.dtype == "float32"
         and (use.constant or (v in narrow and constants.has_content(v)))
     }
-    contents = constants.all_converted(rounded, dtype)  # first of all, for it can fail
+    contents = constants.all_converted(rounded, dtype, magnitudes or {})  # first of all, for it can fail
     _move_rows(decisions, narrow, dtype)
     data = {v: use for v, use in uses.items() if use.half and not use.constant}
     entering = {v.name for v, use in data.items() if use.enters(dtype, decisions)}

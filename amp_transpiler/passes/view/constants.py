@@ -12,7 +12,7 @@ import onnx
 
 from amp_transpiler.errors import PrecisionError
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.tensors import CastTensor, annotated, as_array, chunks, tensor_type, to_proto
+from amp_transpiler.ir.tensors import CastTensor, as_array, chunks, held, tensor_type
 from amp_transpiler.ir.types import FLOATS, LIMITS, ONNX_TYPES, numpy_dtype
 
 #: Elements from which on a converted constant is not kept.
@@ -65,31 +65,37 @@ def has_content(variable: Variable) -> bool:
     return content(variable) is not None
 
 
-def converted(variable: Variable, dtype: str, reader: str) -> np.ndarray | CastTensor:
-    """The content in ``dtype``, a large one when it is used; PrecisionError where a finite number leaves its range."""
-    data = content(variable)
+def converted(variable: Variable, dtype: str, reader: str, magnitude: float = math.inf) -> np.ndarray | CastTensor:
+    """The content in ``dtype``, a large one when it is used; PrecisionError where a finite number leaves its range.
+
+    ``magnitude``: that of its largest number, where that is known and all of them are finite.
+    """
+    data, limit = content(variable), LIMITS[dtype].largest
     if math.prod(tensor_type(data)[1]) >= _LARGE:
-        limit = LIMITS[dtype].largest
-        for piece in chunks(data):
+        for piece in chunks(data) if magnitude > limit else ():
             if not (-limit <= float(piece.min()) and float(piece.max()) <= limit):  # NaN as well
                 _check_range(variable, piece, _cast(piece, dtype), dtype, reader)
         return CastTensor(data, dtype)
     array = as_array(data)
     result = _cast(array, dtype)
-    _check_range(variable, array, result, dtype, reader)
+    if magnitude > limit:
+        _check_range(variable, array, result, dtype, reader)
     return result
 
 
 def all_converted(
-    readers: Mapping[Variable, Operator], dtype: str
+    readers: Mapping[Variable, Operator], dtype: str, magnitudes: Mapping[Variable, float]
 ) -> dict[Variable, np.ndarray | CastTensor | onnx.TensorProto]:
-    """The content of float32 variables in ``dtype``, as :func:`converted` gives it; what is tiny goes in one piece."""
+    """The content of float32 variables in ``dtype``, as :func:`converted` gives it; what is tiny goes in one piece.
+
+    ``magnitudes``: those that are known.
+    """
     tiny: dict[Variable, tuple[bytes, list[int]]] = {}
     for variable in readers:
         data = content(variable) if variable.producer is None else None
         if isinstance(data, onnx.TensorProto) and not (data.doc_string or data.metadata_props):
-            raw, dims = data.raw_data, data.dims[:]
-            if raw and math.prod(dims) <= _TINY:
+            dims = data.dims[:]
+            if math.prod(dims) <= _TINY and (raw := data.raw_data):
                 tiny[variable] = raw, dims
     found: dict[Variable, np.ndarray | CastTensor | onnx.TensorProto] = {}
     number = ONNX_TYPES[dtype]
@@ -105,7 +111,11 @@ def all_converted(
             name = variable.name
             found[variable] = onnx.TensorProto(name=name, data_type=number, dims=dims, raw_data=cast[start:end])
             start = end
-    return {v: found[v] if v in found else converted(v, dtype, reader.label) for v, reader in readers.items()}
+    known = magnitudes.get
+    return {
+        v: found[v] if v in found else converted(v, dtype, reader.label, known(v, math.inf))
+        for v, reader in readers.items()
+    }
 
 
 def _cast(array: np.ndarray, dtype: str) -> np.ndarray:
@@ -135,7 +145,7 @@ def replace(variable: Variable, array: np.ndarray | CastTensor | onnx.TensorProt
         return
     array = np.asarray(array)
     if producer is None:
-        variable.data = annotated(to_proto(array, variable.name), variable.data)
+        variable.data = held(array, variable.name, variable.data)
         return
     for name in _ATTRIBUTES:
         producer.attrs.pop(name, None)
