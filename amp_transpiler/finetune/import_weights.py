@@ -185,7 +185,8 @@ def untie(program: Program, keep: Collection[Variable] = ()) -> list[str]:
     """Give each reader of a vector that exporters merged its own copy.
 
     Those are vectors of which all elements are alike: biases, scales and running statistics that were not trained
-    yet. Matrices, and vectors with a content of their own, stay tied, and so does what ``keep`` holds.
+    yet. Matrices, and vectors with a content of their own, stay tied, and so does what ``keep`` holds. The vector itself
+    stays with the reader that it is named after.
     """
     copies, sources = 0, 0
     for variable in [v for v in program.variables if v.persistable and v.data is not None]:
@@ -196,7 +197,10 @@ def untie(program: Program, keep: Collection[Variable] = ()) -> list[str]:
         if any(isinstance(slot, str) for _, slot in uses):
             continue  # a nested graph reads it: one parameter for all its iterations
         sources += 1
-        for op, slot in uses[1:]:
+        owner = _owner(variable)
+        for op, slot in uses:
+            if (op, slot) == owner:
+                continue
             first = next(v.name for v in op.outputs if v is not None)
             name = _name(op, int(slot)) or f"{variable.name}.{first}"
             new = program.add_variable(
@@ -212,6 +216,14 @@ def untie(program: Program, keep: Collection[Variable] = ()) -> list[str]:
     if not copies:
         return []
     return [f"{sources} untrained vectors that the exporter merged got {copies} copies, one for each layer"]
+
+
+def _owner(variable: Variable) -> tuple[Operator, int | str]:
+    """The reader, and its slot, that a variable is named after; else the first of the module in its name; else the first."""
+    uses, module = variable.readers, variable.name.rpartition(".")[0]
+    named = [use for use in uses if _name(use[0], int(use[1])) == variable.name]
+    inside = [use for use in uses if module and _module(use[0]) == module]
+    return (named or inside or uses)[0]
 
 
 def _without_identities(variable: Variable) -> None:
@@ -265,13 +277,17 @@ def _transpose(variable: Variable, op: Operator) -> None:
 
 def _name(op: Operator, slot: int) -> str:
     """``<module>.<parameter>`` for what an operator reads in a slot; "" where the operator has no module."""
-    scope = op.scope
-    if not scope or inserted(op):
+    module, slots = _module(op), _SLOTS.get(op.type, _MODULE)
+    return f"{module}.{slots[slot]}" if module and slot < len(slots) and slots[slot] else ""
+
+
+def _module(op: Operator) -> str:
+    """The path of the module that an operator belongs to; "" where it has none."""
+    if inserted(op):
         return ""
     parts: list[str] = []
-    for part in scope.split("/"):
+    for part in op.scope.split("/"):
         if parts and part.startswith(parts[-1] + "."):
             parts.pop()  # 'layer1/layer1.0' is module layer1.0
         parts.append(part)
-    slots = _SLOTS.get(op.type, _MODULE)
-    return ".".join([*parts, slots[slot] or ""]) if slot < len(slots) and slots[slot] else ""
+    return ".".join(parts)

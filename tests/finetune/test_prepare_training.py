@@ -326,6 +326,18 @@ def test_merged_statistics_of_two_layers_are_two_states() -> None:
     assert len(program.updates) == 4
 
 
+def test_a_merged_vector_stays_with_the_layer_that_it_is_named_after() -> None:
+    program = load("""
+      net (float[4,2] x) => (float[4,2] y) <float[2] g = {0.1, 0.1}>
+      { n = LayerNormalization(x, g)  s = Mul(g, n)  y = LayerNormalization(s, g) }""")
+    program.rename_variable(program.var("g"), "block.gamma")
+    for op, scope in zip(program.operators, ["block/norm1", "block", "block/norm2"], strict=True):
+        op.scope = scope
+    amp.prepare_training(program)
+    read = [[v.name for v in op.inputs if v is not None and v.persistable] for op in program.operators]
+    assert read == [["block.norm1.weight"], ["block.gamma"], ["block.norm2.weight"]]
+
+
 def test_root_mean_squares_stay_fp32_in_pure_16_bit() -> None:
     program = load(f"""
       net (float[4,6] x) => (float[4,6] y) <float[6] g = {floats(6)}, float two = {{2.0}}, float eps = {{1e-6}}, float one = {{1.0}}>
