@@ -15,7 +15,7 @@ traits(
     "HannWindow",
     "TfIdfVectorizer",
 )
-traits("Col2Im", "MaxRoiPool", "RoiAlign", carries_large=True)
+traits("MaxRoiPool", "RoiAlign", carries_large=True)
 traits("Det", overflows=Kind.MULTIPLIES)
 traits("STFT", settings=(2,))
 traits("MelWeightMatrix", settings=(3, 4))

@@ -131,36 +131,39 @@ def _by_rows(
     return [y, new_mean, new_var]
 
 
-@gradient("BatchNormalization", "x0 x1 x3 x4 dy0", inputs=(0, 1, 2), native=True)
+@gradient("BatchNormalization", "x0 x1 x3 x4 dy0", native=True)
 def batch_normalization_gradient(
     e: Emitter, op: Operator, x: Value, scale: Value, mean: Value, var: Value, dy: Value
 ) -> Sequence[Any]:
-    """Through the batch statistics in training mode; with constant statistics otherwise.
+    """Through the batch statistics in training mode, which reads none; with those that it reads otherwise.
 
     With xhat = (x - mean) * r and r = 1 / sqrt(var + epsilon): dB = sum(dy), dscale = sum(dy * xhat), and in training
-    mode dX = scale * r * (dy - dB / M - xhat * dscale / M), sums over the M elements of a channel.
+    mode dX = scale * r * (dy - dB / M - xhat * dscale / M), sums over the M elements of a channel. Otherwise
+    dX = scale * r * dy, dmean = -scale * r * dB and dvar = -scale * r^2 * dscale / 2: exporters write standardised
+    weights as a BatchNormalization whose statistics are computed.
     """
     scale, mean, var = (e.f32(v) for v in (scale, mean, var))
     if _trains(op) and is_synchronized(op):
-        return [*gradient_over_ranks(e, op, x, scale, dy), None, None]
+        return [*gradient_over_ranks(e, op, x, scale, dy), *_of_statistics(e, op, scale, var)]
     if e.at.fused:
         if _trains(op):
-            return [*_gradient_by_rows(e, op, x, scale, dy), None, None]
-        return [*_frozen_gradient(e, op, x, scale, mean, var, dy), None, None]
+            return [*_gradient_by_rows(e, op, x, scale, dy), *_of_statistics(e, op, scale, var)]
+        return _frozen_gradient(e, op, x, scale, mean, var, dy)
     x, dy = e.f32(x), e.f32(dy)
     rank = rank_of(x)
     assert x.shape is not None
     axes = [0, *range(2, rank)]
+    scaled, shifts = _wanted_sums(e, op)
     if _trains(op):
         deviation, r = _deviation_and_scale(e, op, x, axes)
     else:
-        deviation = e.Sub(x, per_channel(e, mean, rank)) if e.wants(1) else x
+        deviation = e.Sub(x, per_channel(e, mean, rank)) if scaled else x
         r = inverse_root(e, op, per_channel(e, var, rank))
     factor = e.Mul(per_channel(e, scale, rank), r)
     through = _trains(op) and e.wants(0)
-    d_bias = e.reduce_sum(dy, axes, keepdims=True) if e.wants(2) or through else None
+    d_bias = e.reduce_sum(dy, axes, keepdims=True) if shifts or through else None
     d_scale = None
-    if e.wants(1) or through:
+    if scaled or through:
         d_scale = e.Mul(e.reduce_sum(e.Mul(dy, deviation), axes, keepdims=True), r)
     dx = None
     if through:
@@ -170,7 +173,27 @@ def batch_normalization_gradient(
     elif e.wants(0):
         dx = e.Mul(dy, factor)
     vectors = [None if d is None else e.reshape(d, scale.shape or ()) for d in (d_scale, d_bias)]
-    return [dx, *vectors, None, None]
+    return [dx, *vectors, *_of_statistics(e, op, scale, var, *vectors)]
+
+
+def _wanted_sums(e: Emitter, op: Operator) -> tuple[bool, bool]:
+    """Whether the gradient of the scale, and that of the bias, is asked for or part of one that is."""
+    reads = not _trains(op)
+    return e.wants(1) or (reads and e.wants(4)), e.wants(2) or (reads and e.wants(3))
+
+
+def _of_statistics(
+    e: Emitter, op: Operator, scale: Value, var: Value, d_scale: Value | None = None, d_bias: Value | None = None
+) -> list[Value | None]:
+    """The gradients of the mean and the variance, from those of scale and bias; zero in training mode."""
+    if not (e.wants(3) or e.wants(4)):
+        return [None, None]
+    if _trains(op):
+        return [e.zeros(size_of(var), var.dtype) if e.wants(slot) else None for slot in (3, 4)]
+    r = inverse_root(e, op, var)
+    slope = e.Mul(scale, r)
+    d_mean = e.Neg(e.Mul(slope, d_bias)) if e.wants(3) else None
+    return [d_mean, e.Mul(e.Mul(slope, e.Mul(r, e.like(-0.5, r))), d_scale) if e.wants(4) else None]
 
 
 def _gradient_by_rows(e: Emitter, op: Operator, x: Value, scale: Value, dy: Value) -> Sequence[Any]:
@@ -195,22 +218,23 @@ def _gradient_by_rows(e: Emitter, op: Operator, x: Value, scale: Value, dy: Valu
 def _frozen_gradient(
     e: Emitter, op: Operator, x: Value, scale: Value, mean: Value, var: Value, dy: Value
 ) -> Sequence[Any]:
-    """On a GPU place, with constant statistics: dX = scale * r * dY; the mean of dy * (x - mean) as of two
+    """On a GPU place, with statistics that are read: dX = scale * r * dY; the mean of dy * (x - mean) as of two
     standardised rows."""
     r = inverse_root(e, op, var)
     dx = d_scale = d_bias = None
+    scaled, shifts = _wanted_sums(e, op)
     if e.wants(0):
         dx = e.Mul(dy, per_channel(e, e.cast(slope_of(e, scale, r), dy.dtype), rank_of(x)))
-    if e.wants(1) or e.wants(2):
+    if scaled or shifts:
         w, d_mean, t = standardised(e, dy, LEAST_VARIANCE)
         count = e.like(size_of(w)[1], t)
         d_bias = e.Mul(d_mean, count)
-        if e.wants(1):
+        if scaled:
             normal, x_mean, x_t = standardised(e, x, LEAST_VARIANCE)
             apart = e.Mul(d_mean, e.Sub(x_mean, mean))
             together = e.Sub(apart, e.Div(correlation(e, w, normal), e.Mul(t, x_t)))
             d_scale = e.Mul(e.Mul(together, r), count)
-    return [dx, d_scale, d_bias]
+    return [dx, d_scale, d_bias, *_of_statistics(e, op, scale, var, d_scale, d_bias)]
 
 
 @for_test("BatchNormalization")

@@ -31,6 +31,7 @@ from amp_transpiler.ir.tensors import as_array, byte_size, tensor_type
 from amp_transpiler.passes.canonicalize.control_flow import inline_known_branches
 from amp_transpiler.passes.canonicalize.sequences import expand_sequences
 from amp_transpiler.passes.canonicalize.simplify import remove_dead, remove_identities
+from amp_transpiler.passes.canonicalize.unread_statistics import forget_unread_statistics
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.precision.rules import check_variables
 from amp_transpiler.passes.view.constants import content
@@ -72,6 +73,7 @@ def fold(program: Graph, names: frozenset[str] = frozenset(), keep: frozenset[Op
         keep: operators that stay what they are.
     """
     before = _count(program)
+    forget_unread_statistics(program)
     for _ in range(_TURNS):
         _fold_graph(program, names, keep)
         branches = inline_known_branches(program)

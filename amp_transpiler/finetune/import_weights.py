@@ -185,8 +185,8 @@ def untie(program: Program, keep: Collection[Variable] = ()) -> list[str]:
     """Give each reader of a vector that exporters merged its own copy.
 
     Those are vectors of which all elements are alike: biases, scales and running statistics that were not trained
-    yet. Matrices, and vectors with a content of their own, stay tied, and so does what ``keep`` holds. The vector itself
-    stays with the reader that it is named after.
+    yet. Matrices, and vectors with a content of their own, stay tied, and so does what ``keep`` holds. The vector
+    itself stays with the reader that it is named after.
     """
     copies, sources = 0, 0
     for variable in [v for v in program.variables if v.persistable and v.data is not None]:
@@ -219,7 +219,7 @@ def untie(program: Program, keep: Collection[Variable] = ()) -> list[str]:
 
 
 def _owner(variable: Variable) -> tuple[Operator, int | str]:
-    """The reader, and its slot, that a variable is named after; else the first of the module in its name; else the first."""
+    """The reader, and its slot, that a variable is named after; else the first of the module in its name, or of all."""
     uses, module = variable.readers, variable.name.rpartition(".")[0]
     named = [use for use in uses if _name(use[0], int(use[1])) == variable.name]
     inside = [use for use in uses if module and _module(use[0]) == module]

@@ -167,3 +167,43 @@ def test_free_batch_and_sequence_train_at_any_size(mode: str) -> None:
     feed = {"ids": np.zeros((2, 7), np.int64), "target": np.zeros((2, 7, 8), np.float32)}
     with pytest.raises(amp.AmpError, match="Gather.*out of data bounds, idx=6"):  # longer than the positions
         executor.run(program, feed=feed, fetch_list=[loss], scope=scope)
+
+
+@pytest.mark.parametrize("training", [0, 1])
+def test_weights_standardised_by_a_batch_normalisation_of_computed_statistics_train(training: int) -> None:
+    """As exporters write weight standardisation: in training mode the statistics are read by nobody."""
+    head = """<ir_version: 8, opset_import: ["" : 17]> net (float[2,3,5,5] x) => (float[2,4,3,3] y)
+      <float[1,4,27] w = {W}, float[4] gain = {1, 2, 3, 4}, float[4] zero = {0, 0, 0, 0}, int64[4] kernel = {4, 3, 3, 3},
+       int64[3] vector = {1, 4, 1}, float eps = {1e-5}>
+      { m = ReduceMean <axes = [0, 2], keepdims = 0> (w)  c = ReduceMean <axes = [0, 2]> (w)  d = Sub(w, c)
+        q = Mul(d, d)  v = ReduceMean <axes = [0, 2], keepdims = 0> (q)"""
+    written = """e = Add(v, eps)  s = Sqrt(e)  f = Div(gain, s)  g = Reshape(f, vector)  n = Mul(d, g)"""
+    # momentum 1: the running statistics stay what they are
+    attrs = f"training_mode = {training}, momentum = 1.0" if training else "epsilon = 1e-5"
+    outputs = "n, new_mean, new_var" if training else "n"
+    as_norm = f"{outputs} = BatchNormalization <{attrs}> (w, gain, zero, m, v)"
+    weights = ", ".join(f"{v:.4f}" for v in np.random.default_rng(0).standard_normal(108))
+    image = np.random.default_rng(1).standard_normal((2, 3, 5, 5)).astype(np.float32)
+    found = {}
+    for form in (written, as_norm):
+        text = f"{head} {form}  k = Reshape(n, kernel)  y = Conv(x, k) }}".replace("{W}", f"{{{weights}}}")
+        program = amp.Program.from_onnx(onnx.parser.parse_model(text))
+        amp.prepare_training(program, restore=False, freeze=["zero"])
+        with amp.program_guard(program, program.startup), amp.unique_name.guard():
+            loss = F.mean(program.outputs[0] * program.outputs[0] * program.outputs[0])
+        pairs = amp.append_backward(loss, parameter_list=["w", "gain"])
+        scope, executor = amp.Scope(), amp.Executor(threads=1)
+        executor.run(program.startup, scope=scope)
+        found[form] = executor.run(program, feed={"x": image}, fetch_list=[loss, *(g for _, g in pairs)], scope=scope)
+    for wanted, got in zip(found[written], found[as_norm], strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
+
+
+def test_statistics_that_nobody_reads_are_not_computed_for_an_inference_model() -> None:
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
+      net (float[1,4,N] x) => (float[1,4,N] y) <float[4] one = {1, 1, 1, 1}, float[4] zero = {0, 0, 0, 0}>
+      { m = ReduceMean <axes = [0, 2], keepdims = 0> (x)  q = Mul(x, x)
+        v = ReduceMean <axes = [0, 2], keepdims = 0> (q)
+        y, new_mean, new_var = BatchNormalization <training_mode = 1> (x, one, zero, m, v) }""")
+    after = amp.convert(model).to_onnx()
+    assert {node.op_type for node in after.graph.node} <= {"BatchNormalization", "Cast", "Constant"}

@@ -81,6 +81,22 @@ def test_max_unpool() -> None:
     check_forward("MaxUnpool", [normal(1, 2, 2, 2), at], attrs=attrs, feeds=[1], forward=unpool)
 
 
+@pytest.mark.parametrize(
+    "columns,image,block,attrs",
+    [
+        ((2, 18, 16), (7, 9), (3, 3), {"strides": [2, 2], "pads": [1, 0, 1, 0]}),
+        ((1, 12, 25), (8, 6), (2, 3), {"strides": [2, 1], "dilations": [1, 2], "pads": [1, 1, 2, 2]}),
+        ((1, 6, 3), (7,), (3,), {"strides": [2]}),
+    ],
+)
+def test_col2im(
+    columns: tuple[int, ...], image: tuple[int, ...], block: tuple[int, ...], attrs: dict[str, Any]
+) -> None:
+    inputs = [normal(*columns), ints(*image), ints(*block)]
+    check_gradient("Col2Im", inputs, attrs=attrs)
+    check_forward("Col2Im", inputs, attrs=attrs)
+
+
 # -- padding -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("mode", ["reflect", "edge", "wrap"])
 @pytest.mark.parametrize("widths", [(0, 2, 1, 3, 1, 0), (1, 0, 3, 0, 2, 2), (0, 5, 4, 0, 7, 9), (0, 0, 0, 0, 0, 0)])

@@ -331,7 +331,7 @@ def test_batch_normalization(training: int, mixed: bool, shape: tuple[int, ...],
         [x, scale, bias, mean, np.abs(var) + 0.2],
         attrs={"training_mode": training, "epsilon": epsilon},
         outputs=3 if training else 1,
-        wrt=(0, 1, 2),
+        wrt=(0, 1, 2, 3, 4),  # statistics may be computed: of weights that are standardised
         keep_fp32=(1, 2, 3, 4) if mixed else (),
     )
 

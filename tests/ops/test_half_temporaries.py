@@ -95,6 +95,7 @@ CASES: dict[str, tuple[list[Array | None], dict[str, Any]]] = {
     "Trilu": ([X], {}),
     "Unsqueeze": ([X, ints(0)], {}),
     "Where": ([X > 0.5, X, X], {}),
+    "Col2Im": ([RNG.normal(size=(2, 12, 24)).astype(np.float16), ints(5, 7), ints(2, 2)], {}),
 }
 
 _SUMS = "rows that meet are added up in fp32"
