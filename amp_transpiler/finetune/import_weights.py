@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import numpy as np
 import onnx
@@ -46,33 +47,48 @@ _CHANNELS = 4  # of an image
 
 
 def weights_from_constants(program: Program) -> list[str]:
-    """Let float weights in Constant operators and nested graphs be persistable variables of the program."""
-    count = 0
+    """Let float weights in Constant operators and nested graphs be persistable variables of the program.
+
+    Where most weights are initializers, Constant operators hold none: such are states, anchors and filters then, which
+    the model was not trained by.
+    """
+    count, initializers = 0, _elements(program.parameters)
     for op in list(program.operators):
         for nested in op.attrs.programs:
             count += _hoist(nested, op)
-    for variable in list(program.variables):
-        if variable.persistable or variable.is_input or variable.outer is not None:
-            continue
-        count += _adopt(variable)
+    loose = [v for v in program.variables if not (v.persistable or v.is_input or v.outer is not None)]
+    found = [v for v in loose if _weight_in(v) is not None]
+    if _elements(found) > initializers:
+        count += sum([_adopt(v) for v in found])
     return [f"{count} weights were constants of operators or nested graphs"] if count else []
 
 
-def _adopt(variable: Variable) -> int:
-    """Make a constant persistable where it is a weight or a running statistic."""
-    data, producer = content(variable), variable.producer
+def _elements(variables: Iterable[Variable]) -> int:
+    return sum(math.prod(size for size in v.shape or () if isinstance(size, int)) for v in variables)
+
+
+def _weight_in(variable: Variable) -> tuple[Any, str] | None:
+    """The content of a constant that is a weight ("") or a running statistic, and which of them."""
+    data = content(variable)
     if data is None or tensor_type(data)[0] not in ("float32", "float16", "float64", "bfloat16"):
-        return 0
+        return None
     before, variable.data = variable.data, data
     reason = not_a_weight(variable)
-    if reason not in ("", STATISTICS):
-        variable.data = before
-        return 0
+    variable.data = before
+    return (data, reason) if reason in ("", STATISTICS) else None
+
+
+def _adopt(variable: Variable) -> bool:
+    """Make a constant persistable where it is a weight or a running statistic."""
+    found, producer = _weight_in(variable), variable.producer
+    if found is None:
+        return False
+    variable.data, reason = found
     if producer is not None:
         variable.program.remove_operator(producer)
-    variable.dtype, variable.shape = tensor_type(data)
+    variable.dtype, variable.shape = tensor_type(variable.data)
     variable.persistable, variable.trainable = True, not reason
-    return 1
+    return True
 
 
 def _hoist(nested: Graph, op: Operator) -> int:

@@ -207,3 +207,18 @@ def test_statistics_that_nobody_reads_are_not_computed_for_an_inference_model() 
         y, new_mean, new_var = BatchNormalization <training_mode = 1> (x, one, zero, m, v) }""")
     after = amp.convert(model).to_onnx()
     assert {node.op_type for node in after.graph.node} <= {"BatchNormalization", "Cast", "Constant"}
+
+
+@pytest.mark.parametrize("initializer", [True, False])
+def test_constants_beside_weights_that_are_initializers_are_not_trained(initializer: bool) -> None:
+    """Initial states and anchors, which exporters of such files write; other files have all weights in constants."""
+    values = ", ".join(f"{v:.3f}" for v in np.random.default_rng(0).standard_normal(12))
+    held = f"<float[3,4] w = {{{values}}}>" if initializer else ""
+    made = "" if initializer else f"w = Constant <value = float[3,4] {{{values}}}> ()"
+    program = amp.Program.from_onnx(
+        onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : 17]> net (float[2,3] x) => (float[2,4] y) {held}
+          {{ {made} anchors = Constant <value = float[2,4] {{1, 2, 3, 4, 5, 6, 7, 9}}> ()
+             h = MatMul(x, w)  y = Add(h, anchors) }}""")
+    )
+    told = amp.prepare_training(program, restore=False)
+    assert told.trainable == (("w",) if initializer else ("w", "anchors"))
