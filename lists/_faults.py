@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 
-from amp_transpiler.lists._schemas import read_text
+from amp_transpiler.lists._schemas import read_tables
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,6 @@ class Fault:
 def faults(kind: str) -> Mapping[str, tuple[Fault, ...]]:
     """By full operator type: the faults of the kernels of a place of this kind."""
     found: dict[str, tuple[Fault, ...]] = {}
-    for entry in tomllib.loads(read_text("faults.toml")).get(kind, ()):
+    for entry in read_tables("faults.toml", kind):
         found[entry["operator"]] = (*found.get(entry["operator"], ()), Fault(**entry))
     return MappingProxyType(found)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
-from typing import Any
 
-from amp_transpiler.lists._schemas import read_text
+from amp_transpiler.lists._schemas import read_tables
 
 
 @dataclass(frozen=True)
@@ -26,14 +24,9 @@ class Roundings:
 
 
 @cache
-def _table() -> Mapping[str, Any]:
-    return MappingProxyType(tomllib.loads(read_text("roundings.toml")))
-
-
-@cache
 def roundings(kind: str, dtype: str) -> Roundings | None:
     """How kernels of a place of this kind round; None where each result is rounded once."""
-    found = _table().get(kind, {}).get(dtype)
+    found = read_tables("roundings.toml", kind).get(dtype)
     if found is None:
         return None
     orders: dict[str, list[tuple[str, str]]] = {}

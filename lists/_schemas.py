@@ -1,10 +1,12 @@
 """What the tables of this package are read and checked with: onnx's schemas, names of operators, data files."""
 
 import difflib
+import tomllib
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import resources
 from types import MappingProxyType
+from typing import Any
 
 from onnx import defs
 
@@ -33,6 +35,13 @@ def near_matches(name: str, known: Iterable[str]) -> str:
         by_lower.setdefault(each.lower(), each)
     near = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)
     return f" Did you mean {' or '.join(repr(by_lower[each]) for each in near)}?" if near else ""
+
+
+def read_tables(file: str, name: str) -> Any:
+    """What a TOML file of this package has under a name, empty where it has nothing: then it is not even parsed, for
+    that takes long."""
+    text = read_text(file)
+    return tomllib.loads(text).get(name, {}) if f"[{name}." in text or f"[{name}]" in text else {}
 
 
 def read_text(file: str) -> str:

@@ -6,8 +6,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: Objects from which on going through all that was made takes its time.
-MANY = 1 << 18
+#: Objects from which on going through all that was made takes its time, and from which on it takes a part of it.
+MANY, SOME = 1 << 18, 1 << 12
 #: Full collections there had been when objects were last called old unseen.
 _unseen: list[int] = []
 
@@ -16,9 +16,9 @@ _unseen: list[int] = []
 def collector_paused(lasting: bool = False) -> Iterator[None]:
     """Such work makes many objects and no garbage; the collector would go through all of them again and again.
 
-    Nor does it go through them at the end, where they are many: they count as old, as what it has been through. Once:
-    where it has not looked at what is old since, they and those before them are looked at first. ``lasting``: they stay
-    for good, as modules do, and count as old however few they are.
+    Nor does it go through them at the end, where they are some: they count as old, as what it has been through. Once:
+    where it has not looked at what is old since, it goes through them, and where they are many, through those before
+    them too. ``lasting``: they stay for good, as modules do, and count as old however few they are.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -29,8 +29,8 @@ def collector_paused(lasting: bool = False) -> Iterator[None]:
             if not gc.get_freeze_count():
                 if lasting:
                     _grow_old()
-                elif gc.get_count()[0] >= MANY:
-                    _grow_old_once()
+                elif (made := gc.get_count()[0]) >= SOME:
+                    _grow_old_once(made)
             gc.enable()
 
 
@@ -39,11 +39,11 @@ def _grow_old() -> None:
     gc.unfreeze()  # into the oldest generation
 
 
-def _grow_old_once() -> None:
+def _grow_old_once(made: int) -> None:
     full = gc.get_stats()[2]["collections"]
-    if full in _unseen:
+    if full not in _unseen:
+        _grow_old()
+        _unseen[:] = [full]
+    elif made >= MANY:
         gc.collect()
         _unseen.clear()
-        return
-    _grow_old()
-    _unseen[:] = [full]

@@ -98,12 +98,9 @@ def derived_scope(op: Operator) -> str:
 
 
 def _joined(listed: str) -> str:
-    try:
-        scopes = ast.literal_eval(listed)
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return ""
-    if not isinstance(scopes, list) or not all(isinstance(scope, str) for scope in scopes):
-        return ""
+    scopes = listed[2:-2].split("', '")
+    if repr(scopes) != listed:  # as hardly ever: names with quotes, or what is no list of names
+        scopes = _names(listed)
     parts: list[str] = []
     outer = ""
     for scope in scopes[:-1]:
@@ -112,6 +109,14 @@ def _joined(listed: str) -> str:
             parts.append(part)
         outer = scope
     return "/".join(parts)
+
+
+def _names(listed: str) -> list[str]:
+    try:
+        found = ast.literal_eval(listed)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return []
+    return found if isinstance(found, list) and all(isinstance(name, str) for name in found) else []
 
 
 def written_state(program: Graph) -> dict[str, str]:

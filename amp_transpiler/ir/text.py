@@ -46,11 +46,19 @@ def check_text(message: Any, nodes: Iterable[NodeFields] | None = None, depth: i
 
 def _check_nodes(nodes: Iterable[NodeFields], depth: int) -> None:
     for node in nodes:
-        if not node.plain:
+        if not (node.plain or _labelled(node)):
             check_text(node.proto, depth=depth)
         elif node.numbers is None:
             for attribute in node.attributes:
                 check_text(attribute, depth=depth + 1)
+
+
+def _labelled(node: NodeFields) -> bool:
+    """Whether a node has text and metadata besides what most have, and all of it decodes: those of newer exporters."""
+    proto = node.proto
+    labels = [text for entry in proto.metadata_props for text in (entry.key, entry.value)]
+    texts = [node.type, node.domain, node.name, proto.doc_string, proto.overload, *node.inputs, *node.outputs, *labels]
+    return not proto.device_configurations and all(isinstance(text, str) for text in texts)
 
 
 def _plain(tensor: onnx.TensorProto) -> bool:

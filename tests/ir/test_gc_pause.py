@@ -20,6 +20,7 @@ class _Knot:
 
 def test_what_is_made_in_a_pause_counts_as_old_but_is_looked_at_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gc_pause, "MANY", 1000)
+    monkeypatch.setattr(gc_pause, "SOME", 1000)
     gc.collect()
     with collector_paused():
         made: list[object] = [[] for _ in range(2000)]
@@ -36,6 +37,16 @@ def test_what_lasts_counts_as_old_however_few() -> None:
         made: list[object] = [[] for _ in range(20)]
     assert not {id(each) for each in made} & {id(each) for youth in (0, 1) for each in gc.get_objects(youth)}
     assert gc.isenabled() and not gc.get_freeze_count()
+
+
+def test_some_objects_count_as_old_once_and_are_left_to_the_collector_then() -> None:
+    gc.collect()
+    with collector_paused():
+        first: list[object] = [[] for _ in range(5000)]
+    with collector_paused():
+        more: list[object] = [[] for _ in range(5000)]
+    young = {id(each) for each in gc.get_objects(0)} | {id(each) for each in gc.get_objects(1)}
+    assert id(first[-1]) not in young and id(more[-1]) in young
 
 
 def test_few_objects_are_left_to_the_collector() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from amp_transpiler.lists import _roundings, faults, place_kinds
+from amp_transpiler.lists._schemas import read_tables, read_text
 from amp_transpiler.ops.place_bodies import body_of
 from amp_transpiler.passes.lowering import arithmetic
 from amp_transpiler.passes.view import kernel_faults
@@ -19,8 +20,16 @@ def test_conditions_have_a_meaning_and_faults_a_way_around() -> None:
     assert {fault.where for fault in found} == set(kernel_faults._HOLDS)
     assert [f.operator for f in found if f.around == "body" and body_of(f.operator) is None] == []
     assert all(f.channels > 1 and f.operator == "Conv" for f in found if f.around not in ("body", "fp32", "left out"))
-    sums = [entry for kind in _roundings._table().values() for entry in kind["float16"]["sums"]]
+    sums = [entry for kind in tomllib.loads(read_text("roundings.toml")).values() for entry in kind["float16"]["sums"]]
     assert {entry.get("where", "") for entry in sums} == set(arithmetic._HOLDS)
+
+
+@pytest.mark.parametrize("file", ["faults.toml", "roundings.toml"])
+def test_what_a_file_says_of_one_place_is_found(file: str) -> None:
+    whole = tomllib.loads(read_text(file))
+    assert "webgpu" in whole
+    assert {kind: read_tables(file, kind) for kind in place_kinds()} == {k: whole.get(k, {}) for k in place_kinds()}
+    assert whole.keys() <= set(place_kinds())
 
 
 #: Kernels that end a run with an error, and that no body stands for: the largest of no numbers, and bytes of one number
@@ -43,6 +52,6 @@ def test_kernels_that_were_seen_to_end_a_run_are_faults() -> None:
 
 def test_a_place_may_round_in_sums_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     table = tomllib.loads('[[tpu.bfloat16.sums]]\norder = "in turn"\noperators = ["MatMul"]')
-    monkeypatch.setattr(_roundings, "_table", lambda: table)
+    monkeypatch.setattr(_roundings, "read_tables", lambda file, name: table[name])
     found = _roundings.roundings.__wrapped__("tpu", "bfloat16")
     assert found is not None and found.orders == {"MatMul": (("", "in turn"),)} and not found.inside
