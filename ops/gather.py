@@ -123,7 +123,7 @@ _LOOKUPS = ("Gather", "GatherElements", "GatherND")
 _SCATTERS = ("Scatter", "ScatterElements", "ScatterND")
 traits(*_LOOKUPS, moves=(0,), exact=True, lookup=True, part=True)
 # Not exact: with reduction="add" they add.
-traits(*_SCATTERS, moves=(0, 2))
+traits(*_SCATTERS, moves=(0, 2), combines="reduction")
 traits("TensorScatter", moves=(0, 1))
 traits("TopK", exact=True, carries_large=True)
 traits(own("TopKGrad"), own("ScatterElementsGrad"), own("ScatterNDGrad"), exact=True)

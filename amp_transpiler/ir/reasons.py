@@ -104,6 +104,7 @@ class Kind(Enum):
     SPECTRUM = "the logarithm of its square '{subject}' shows the smallest numbers"
     SUMS = "sums {detail} elements"
     MULTIPLIES = "multiplies many elements"
+    COMBINES = "combines in the element type of its result, in which CPUs have no kernel for that"
     ADDS_UP = "adds up in the element type of its sum"
     HYPERBOLIC = "an exponential leaves fp16 from 12 on"
     EXPONENTIAL = "an exponential leaves fp16 from 11.1 on"

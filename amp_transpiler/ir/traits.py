@@ -43,6 +43,7 @@ class Traits:
     vanishes is nothing.
     ``compares``: its output says how elements compare, or of what sort they are.
     ``periodic``: its input is an angle.
+    ``combines``: the attribute that says how elements that come to one place are combined; by "none" they are not.
 
     Ranges:
 
@@ -79,6 +80,7 @@ class Traits:
     adds: bool = False
     compares: bool = False
     periodic: bool = False
+    combines: str = ""
     bounded: Interval | None = None
     carries_large: bool = False
     ignores: str = ""

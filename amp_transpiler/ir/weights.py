@@ -7,10 +7,12 @@ the frequencies of rotary positions. What reads it does.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import onnx
 
+from amp_transpiler.ir.angles import turns
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
@@ -26,6 +28,8 @@ _MASKED = frozenset({"Add", "Sub", "Where", "Min", "Max", "Mul", "Attention", "M
 _MASK = -1e4
 #: Elements up to which a tensor is looked through for a mask.
 _LARGE = 1 << 24
+#: What writes into a tensor of one number, or makes a mask of it.
+_FILLED = frozenset({"Scatter", "ScatterElements", "ScatterND", "TensorScatter", "Trilu", "Pad"})
 _HOPS = 6
 
 
@@ -48,6 +52,10 @@ def not_a_weight(variable: Variable) -> str:
         return "only compared with"
     if _feeds_angles(uses):
         return "the frequencies of an angle"
+    if turns(variable):
+        return "cosines and sines of angles"
+    if _is_canvas(variable, shape):
+        return "what others are written into"
     if uses and all(op.type in _MASKED for op, _ in uses):
         if _is_mask(variable, shape, combined=all(op.type != "Mul" for op, _ in uses)):
             return "a mask"
@@ -111,6 +119,28 @@ def _feeds_angles(uses: list[tuple[Operator, int]]) -> bool:
         return False
     made = [use for op, _ in uses for out in op.outputs[:1] if out is not None for use in _uses(out, _HOPS)]
     return bool(made) and all(traits_of(op).periodic for op, _ in made)
+
+
+def _is_canvas(variable: Variable, shape: tuple[int, ...]) -> bool:
+    """Whether it is one number everywhere, and only written over, bordered or cut to a triangle: a sum to begin with, a
+    mask of ones. No layer does that with its weights, and one that has just been made may be one number everywhere."""
+    if math.prod(shape) > _LARGE or not _is_filled(variable.readers, _HOPS):
+        return False
+    array = as_array(variable.data)
+    return bool((array == array.reshape(-1)[0]).all())
+
+
+def _is_filled(uses: Sequence[tuple[Operator, int | str]], hops: int) -> bool:
+    """Whether every use, past what moves the tensor, fills it."""
+    for op, slot in uses:
+        if slot == 0 and not op.domain and op.type in _FILLED:
+            continue
+        made = op.output(0)
+        if not hops or not isinstance(slot, int) or made is None or not _passes_on(op, slot):
+            return False
+        if not _is_filled(made.readers, hops - 1):
+            return False
+    return bool(uses)
 
 
 def _is_mask(variable: Variable, shape: tuple[int, ...], combined: bool) -> bool:

@@ -5,6 +5,7 @@ They look for the operators that make such numbers; :mod:`.overflow_propagation`
 - Squares on the way to a sum (variance, RMS norm, L2 norm, distance, magnitude): a square leaves float16 beyond
   255, and below 0.008 it loses digits. From the square to the root, and to the division by it.
 - Sums over more than :data:`FEW` elements, unless proved to fit. A mean fits, for its operator sums in fp32.
+- What combines the elements that come to one place, as a scatter that adds.
 - Powers beyond the square, negative ones and those whose exponent is not constant; cubes written as products;
   products over elements; matrix products with weights beyond any trained network's; Exp of what is not proved to
   be small; Cosh and Sinh; determinants.
@@ -123,7 +124,7 @@ class _OverflowRules:
             self.kinds[name] = self._may_seed(op, name)
         if not self.kinds[name]:
             return self._proved(op, made)
-        found = self._squares(op, made)
+        found = self._squares(op, made) or self._combines(op, made)
         if found is None and self.float16:
             why = self._grows(op, name)
             if why and not self.ranges.within(made, self.limit):
@@ -134,7 +135,7 @@ class _OverflowRules:
         """Whether operators of this type may make what leaves the format of ordinary operands."""
         traits = traits_of(op)
         inside = traits.overflows_inside is not None or traits.reduces == "squares"
-        alone = traits.reduces == "sum" or traits.product or traits.overflows is not None
+        alone = traits.reduces == "sum" or traits.product or traits.overflows is not None or bool(traits.combines)
         return inside or alone or name in ("Pow", "Exp") or (name == "Mul" and bool(self.squares))
 
     def keep_subtracted_squares(self, constraints: Constraints) -> None:
@@ -245,6 +246,14 @@ class _OverflowRules:
                 if yes:
                     found.add(variable)
         return frozenset(found)
+
+    def _combines(self, op: Operator, made: Variable) -> tuple[int, Reason] | None:
+        """What adds up, or compares, as many elements as come to one place."""
+        how = op.attrs.get(traits_of(op).combines, "none")
+        if how in ("none", b"none"):
+            return None
+        grows = self.float16 and how in ("add", "mul") and not self.ranges.within(made, self.limit)
+        return MAY_OVERFLOW if grows else 0, Reason(Kind.COMBINES)
 
     # -- range -------------------------------------------------------------------------------------------
     def _grows(self, op: Operator, name: str) -> Reason | None:

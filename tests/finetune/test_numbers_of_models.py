@@ -1,0 +1,72 @@
+"""What files of models hold beside weights: tensors to write into, cosines and sines that an exporter computed."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.ir.weights import not_a_weight
+
+ANGLES = np.outer(np.arange(6), 0.1 ** np.arange(4)).astype(np.float32)
+COSINES, SINES = (np.concatenate([f(ANGLES)] * 2, -1)[None, None] for f in (np.cos, np.sin))
+
+
+def program(text: str, opset: int = 18, **contents: np.ndarray) -> amp.Program:
+    model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["" : {opset}]> {text}')
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(a, n) for n, a in contents.items())
+    return amp.Program.from_onnx(model)
+
+
+def reasons(made: amp.Program, *names: str) -> list[str]:
+    return [not_a_weight(made.var(name)) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("fill", "reason"),
+    [
+        ('ScatterElements <axis = 0, reduction = "add"> (c, i, x)', "what others are written into"),
+        ("ScatterElements <axis = 0> (c, i, x)", "what others are written into"),
+        ("Trilu (c)", "what others are written into"),
+        ("Add (c, x)", ""),
+        ("MatMul (x, c)", ""),
+    ],
+)
+def test_one_number_that_is_filled_is_not_trained(fill: str, reason: str) -> None:
+    text = f"net (float[4,4] x, int64[4,4] i) => (float[4,4] y) {{ y = {fill} }}"
+    assert reasons(program(text, c=np.zeros((4, 4), np.float32)), "c") == [reason]
+
+
+def test_a_tensor_of_many_numbers_is_trained_though_it_is_written_into() -> None:
+    text = "net (float[4,4] x, int64[4,4] i) => (float[4,4] y) { y = ScatterElements <axis = 0> (c, i, x) }"
+    assert reasons(program(text, c=np.arange(16, dtype=np.float32).reshape(4, 4)), "c") == [""]
+
+
+ROTATION = """net (float[1,2,6,8] x) => (float[1,2,6,8] y) {
+    a, b = Split <axis = -1, num_outputs = 2> (x)
+    n = Neg (b)
+    t = Concat <axis = -1> (n, a)
+    p = Mul (x, c)
+    q = Mul (t, s)
+    y = Add (p, q)
+}"""
+
+
+def test_rotary_positions_that_the_exporter_computed_are_not_trained() -> None:
+    turned = program(ROTATION, c=COSINES, s=SINES)
+    assert reasons(turned, "c", "s") == ["cosines and sines of angles"] * 2
+    assert not turned.parameters
+    learned = np.random.default_rng(0).normal(size=COSINES.shape).astype(np.float32)
+    assert reasons(program(ROTATION, c=learned, s=SINES), "c", "s") == ["", ""]
+
+
+@pytest.mark.parametrize("order", ["halves", "in turn"])
+def test_a_table_of_waves_is_not_trained(order: str) -> None:
+    table = np.stack([np.sin(ANGLES), np.cos(ANGLES)], 1 if order == "halves" else 2).reshape(6, 8)
+    table[0] = 0.0  # the row of padding
+    text = "net (int64[2] i) => (float[2,8] y) { y = Gather (t, i) }"
+    assert reasons(program(text, t=table), "t") == ["cosines and sines of angles"]
+    noisy = table + np.random.default_rng(0).normal(size=table.shape).astype(np.float32) * np.float32(0.02)
+    assert reasons(program(text, t=noisy), "t") == [""]  # trained on
+    assert reasons(program(text, t=np.zeros((6, 8), np.float32)), "t") == [""]
