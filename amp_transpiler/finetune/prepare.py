@@ -72,7 +72,7 @@ def prepare_training(
 
     A model in 16 bit becomes the fp32 one that it stands for (inputs and outputs keep their types): training decides
     precision anew, from fp32 weights. Weights become what they were before the export: those in Constant operators and
-    nested graphs become parameters; untrained vectors that the exporter merged are copied apart; a matrix and its
+    nested graphs become parameters, but no masks, positions told by waves, tensors to write into; untrained vectors that the exporter merged are copied apart; a matrix and its
     (transposed) copy are tied again; anonymous parameters get the name of their module, and linear layers their layout
     [out, in] (``restore``); layer norms that were written out (before opset 17) are one operator again, and RMS norms
     keep their statistics in fp32.

@@ -37,6 +37,8 @@ def _is_table(array: np.ndarray) -> bool:
 
 
 def _are_waves(rows: np.ndarray) -> bool:
+    if not (np.abs(rows) < 1 + _OFF).all():
+        return False
     squares = np.square(rows, dtype=np.float32)
     filled = squares.any(axis=1)
     if filled.sum() < min(2, len(rows)):
@@ -64,9 +66,11 @@ def _meets(variable: Variable, made: Variable | None) -> bool:
 
 def _completes(variable: Variable, other: Variable) -> bool:
     one, two = _array(variable), _array(other)
-    if one is None or two is None or one.shape != two.shape:
+    if one is None or two is None or one.shape != two.shape or not (np.abs(one) < 1 + _OFF).all():
         return False
-    return bool(np.abs(np.square(one, dtype=np.float32) + np.square(two, dtype=np.float32) - 1).max() < _OFF)
+    return bool((np.abs(two) < 1 + _OFF).all()) and bool(
+        np.abs(np.square(one, dtype=np.float32) + np.square(two, dtype=np.float32) - 1).max() < _OFF
+    )
 
 
 def _array(variable: Variable) -> np.ndarray | None:

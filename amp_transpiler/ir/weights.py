@@ -56,9 +56,13 @@ def not_a_weight(variable: Variable) -> str:
         return "cosines and sines of angles"
     if _is_canvas(variable, shape):
         return "what others are written into"
+    if uses and all(_is_of_groups(op) and _is_all(variable, float(slot == 1)) for op, slot in uses):
+        return "what leaves a normalisation of groups as it is"
     if uses and all(op.type in _MASKED for op, _ in uses):
         if _is_mask(variable, shape, combined=all(op.type != "Mul" for op, _ in uses)):
             return "a mask"
+        if len(shape) > 2 and all(_joins_scores(op) for op, _ in uses) and _is_all(variable, 0.0):
+            return "a mask of nothing"
     return spectral(variable, uses)
 
 
@@ -126,8 +130,26 @@ def _is_canvas(variable: Variable, shape: tuple[int, ...]) -> bool:
     mask of ones. No layer does that with its weights, and one that has just been made may be one number everywhere."""
     if math.prod(shape) > _LARGE or not _is_filled(variable.readers, _HOPS):
         return False
-    array = as_array(variable.data)
-    return bool((array == array.reshape(-1)[0]).all())
+    return _is_all(variable, as_array(variable.data).reshape(-1)[0])
+
+
+def _is_all(variable: Variable, number: float) -> bool:
+    """Whether each element is this number."""
+    return bool((as_array(variable.data) == number).all())
+
+
+def _joins_scores(op: Operator) -> bool:
+    """Whether it adds to what a softmax takes."""
+    made = op.output(0)
+    return op.type == "Add" and made is not None and any(reader.type == "Softmax" for reader, _ in made.readers)
+
+
+def _is_of_groups(op: Operator) -> bool:
+    """Whether exporters wrote a group normalisation with it: of channels put together, which it scales afterwards."""
+    read, made = op.input(0), op.output(0)
+    if op.type != "InstanceNormalization" or read is None or made is None or read.producer is None:
+        return False
+    return read.producer.type == "Reshape" and all(reader.type == "Reshape" for reader, _ in made.readers)
 
 
 def _is_filled(uses: Sequence[tuple[Operator, int | str]], hops: int) -> bool:

@@ -43,6 +43,12 @@ def test_a_tensor_of_many_numbers_is_trained_though_it_is_written_into() -> None
     assert reasons(program(text, c=np.arange(16, dtype=np.float32).reshape(4, 4)), "c") == [""]
 
 
+@pytest.mark.parametrize(("after", "reason"), [("Softmax", "a mask of nothing"), ("Relu", "")])
+def test_zeros_that_join_scores_mask_nothing(after: str, reason: str) -> None:
+    text = f"net (float[1,2,4,4] x) => (float[1,2,4,4] y) {{ s = Add (x, c) y = {after} (s) }}"
+    assert reasons(program(text, c=np.zeros((1, 2, 4, 4), np.float32)), "c") == [reason]
+
+
 ROTATION = """net (float[1,2,6,8] x) => (float[1,2,6,8] y) {
     a, b = Split <axis = -1, num_outputs = 2> (x)
     n = Neg (b)
@@ -70,3 +76,28 @@ def test_a_table_of_waves_is_not_trained(order: str) -> None:
     noisy = table + np.random.default_rng(0).normal(size=table.shape).astype(np.float32) * np.float32(0.02)
     assert reasons(program(text, t=noisy), "t") == [""]  # trained on
     assert reasons(program(text, t=np.zeros((6, 8), np.float32)), "t") == [""]
+
+
+GROUPS = """net (float[2,6,5] x) => (float[2,6,5] y) <int64[3] apart = {0, 2, -1}, int64[3] whole = {2, 6, 5}> {
+    g = Reshape (x, apart)
+    n = InstanceNormalization (g, c, s)
+    r = Reshape (n, whole)
+    m = Mul (r, w)
+    y = Add (m, b)
+}"""
+
+
+def test_of_a_group_norm_scale_and_shift_of_channels_are_trained_alone() -> None:
+    channels = {"w": np.ones((6, 1), np.float32), "b": np.zeros((6, 1), np.float32)}
+    ones, zeros = np.ones(2, np.float32), np.zeros(2, np.float32)
+    made = program(GROUPS, c=ones, s=zeros, **channels)
+    assert [v.name for v in made.parameters] == ["w", "b"]
+    alone = GROUPS.replace("g = Reshape (x, apart)", "g = Identity (x)").replace(
+        "r = Reshape (n, whole)", "r = Identity (n)"
+    )
+    made = program(
+        alone, c=np.ones(6, np.float32), s=np.zeros(6, np.float32), **channels
+    )  # an instance norm, untrained
+    assert {v.name for v in made.parameters} == {"c", "s", "w", "b"}
+    made = program(GROUPS, c=ones * 2, s=zeros, **channels)
+    assert {v.name for v in made.parameters} == {"c", "w", "b"}

@@ -99,6 +99,16 @@ def test_a_loop_of_known_length_unrolls_and_trains() -> None:
     np.testing.assert_allclose(found, numerical(loss, W), rtol=1e-4, atol=1e-5)
 
 
+def test_a_loop_that_goes_on_by_a_constant_around_it_unrolls() -> None:
+    """As EmbeddingBag is exported."""
+    program = load(LOOP.replace("go = Identity(on)", "go = Cast <to = 9> (yes)"))
+    amp.prepare_training(program, values={"n": 2})
+    assert not program.nesting and sum(op.type == "Tanh" for op in program.operators) == 2
+    never = load(LOOP.replace("go = Identity(on)", "go = Cast <to = 9> (i)"))  # stops at once: i is 0
+    amp.prepare_training(never, values={"n": 2})
+    assert never.nesting
+
+
 def test_a_scan_unrolls_and_trains() -> None:
     rng = np.random.default_rng(1)
     feed = {"x": rng.normal(size=(4, 2, 3)).astype(np.float32), "h0": rng.normal(size=(2, 3)).astype(np.float32)}

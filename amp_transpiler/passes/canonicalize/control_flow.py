@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import onnx
 
 from amp_transpiler.ir.clone import insert_graph
 from amp_transpiler.ir.graph import Graph
@@ -167,12 +168,17 @@ def _fits(body: Graph, trips: int, env: _Known) -> bool:
 def _goes_on(body: Graph) -> bool:
     """Whether the loop's body always says that it goes on."""
     says: Variable | None = body.outputs[0]
-    while says is not None and (says.outer is not None or (says.producer and says.producer.type == "Identity")):
+    while says is not None and (says.outer is not None or (says.producer and _same_truth(says.producer))):
         says = says.outer or (says.producer.inputs[0] if says.producer else None)
     if says is body.inputs[1]:
         return True
     value = None if says is None else constant_array(says)
     return value is not None and bool(value.all())
+
+
+def _same_truth(op: Operator) -> bool:
+    """Whether what it makes is as true as what it reads."""
+    return op.type == "Identity" or (op.type == "Cast" and op.attrs["to"] == onnx.TensorProto.BOOL)
 
 
 def _unroll_loop(op: Operator, env: _Known) -> bool:
