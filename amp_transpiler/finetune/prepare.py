@@ -71,11 +71,11 @@ def prepare_training(
     """Turn the program of an exported inference model into one to train, in place; add the loss afterwards.
 
     A model in 16 bit becomes the fp32 one that it stands for (inputs and outputs keep their types): training decides
-    precision anew, from fp32 weights. Weights become what they were before the export: those in Constant operators and
-    nested graphs become parameters, but no masks, positions told by waves, tensors to write into; untrained vectors that the exporter merged are copied apart; a matrix and its
-    (transposed) copy are tied again; anonymous parameters get the name of their module, and linear layers their layout
-    [out, in] (``restore``); layer norms that were written out (before opset 17) are one operator again, and RMS norms
-    keep their statistics in fp32.
+    precision anew, from fp32 weights. Weights become what they were before the export: those in Constant operators
+    and nested graphs become parameters, but no masks, positions told by waves, tensors to write into; untrained
+    vectors that the exporter merged are copied apart; a matrix and its (transposed) copy are tied again; anonymous
+    parameters get the name of their module, and linear layers their layout [out, in] (``restore``); layer norms that
+    were written out (before opset 17) are one operator again, and RMS norms keep their statistics in fp32.
     BatchNormalization and Dropout train, an If on a constant is inlined, loops of known length are unrolled.
 
     Args:

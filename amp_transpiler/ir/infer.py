@@ -281,7 +281,7 @@ def _standard(op: Operator, env: Any) -> list[tuple[str | None, Shape | None] | 
             results.append(None)
             continue
         proto = inferred.get(f"v{v.key}")
-        if isinstance(env, Shapes) and v.key in env.values:  # NonZero says its size by what it makes alone
+        if proto is not None and isinstance(env, Shapes) and v.key in env.values:  # as of NonZero
             results.append((NAMES[proto.tensor_type.elem_type], env.values[v.key].shape))
             continue
         if proto is None or not proto.HasField("tensor_type"):
