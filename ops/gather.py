@@ -12,7 +12,7 @@ from amp_transpiler.ir.intervals import Interval, Ranges, any_of, same
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, own, range_rule, traits
 from amp_transpiler.ops.common import Grads, padded_axis, shape_of, size_of, sliced
-from amp_transpiler.ops.row_sums import added_rows
+from amp_transpiler.ops.row_sums import added_rows, remember_rows
 
 #: Rows of a table, for each one that is added to it, from which on onnxruntime's ScatterElements is faster on CPU: it
 #: writes over the zeros, where ScatterND copies them, but takes 16 ns for an element.
@@ -26,8 +26,10 @@ def _scatter_rows(e: Emitter, shape: Sequence[int], indices: Value, rows: Value)
     at = indices.shape or ()
     if e.at.host and len(at) == len(shape) == 2 and at[1] == 1 and at[0] * _FEW <= shape[0]:
         every = e.Expand(e.cast(indices, "int64"), e.ints(at[0], shape[1]), shape=(at[0], shape[1]))
-        return e.ScatterElements(zeros, every, rows, axis=0, reduction="add", shape=shape)
-    return added_rows(e, zeros, e.cast(indices, "int64"), rows)
+        made = e.ScatterElements(zeros, every, rows, axis=0, reduction="add", shape=shape)
+    else:
+        made = added_rows(e, zeros, e.cast(indices, "int64"), rows)
+    return remember_rows(e, made, e.reshape(indices, at[:1]), rows) if len(at) == 2 and at[1] == 1 else made
 
 
 @gradient("Gather", reads="x1 dy0", native=True)

@@ -73,6 +73,25 @@ def _by_elements(e: Emitter, total: Value, at: Value, rows: Value) -> Value:
     return e.ScatterElements(total, every, rows, axis=0, reduction="add", shape=(places, width))
 
 
+def remember_rows(e: Emitter, total: Value, rows: Value, values: Value) -> Value:
+    """``total``, remembered as zeros to which ``values`` [n, …] were added at ``rows`` [n].
+
+    Rows are integers; those below 0 count from the end.
+    """
+    e.shared[_known(total)] = (rows, values)
+    return total
+
+
+def rows_within(e: Emitter, total: Value) -> tuple[Value, Value] | None:
+    """The rows that were added to zeros, and what was added, in that order; None where it is not known of ``total``."""
+    found = e.shared.get(_known(total))
+    return None if found is None else (found[0], found[1])
+
+
+def _known(total: Value) -> str:
+    return f"rows in {total.name}"
+
+
 def races(node: onnx.NodeProto) -> bool:
     """Whether onnxruntime may combine what falls on one place wrongly on CPU, in several threads."""
     if node.op_type != "ScatterND" or node.domain or node.doc_string == _SAYS:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import onnx
 
-from amp_transpiler.ir.control import nested_graphs
+from amp_transpiler.ir.control import every_node
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.types import HALF, ONNX_TYPES
 
@@ -19,12 +20,33 @@ def chosen(e: Emitter, condition: Value, new: Callable[[], Sequence[Value]], old
     real = [as_tensor(e, value) for value in old]
     then_branch = _branch(e, "then", lambda: [_as_real(e, v, r) for v, r in zip(new(), real, strict=True)])
     else_branch = _branch(e, "else", lambda: [e.op("Identity", v, dtype=v.dtype, shape=v.shape) for v in real])
-    names = [e.name("If") for _ in real]
+    return [emulating(e, r, v) for r, v in zip(_if(e, condition, then_branch, else_branch, real), old, strict=True)]
+
+
+def either(
+    e: Emitter, condition: Value, one: Callable[[], Sequence[Value]], other: Callable[[], Sequence[Value]]
+) -> list[Value]:
+    """``one()`` where a scalar holds, else ``other()``: alike, with known shapes."""
+    made = list[Value]()
+
+    def tensors(write: Callable[[], Sequence[Value]]) -> list[Value]:
+        made[:] = write()
+        return [as_tensor(e, value) for value in made]
+
+    branches = [_branch(e, name, partial(tensors, write)) for name, write in (("then", one), ("else", other))]
+    real = [Value("", as_tensor(e, v).dtype, v.shape) for v in made]
+    return [emulating(e, r, v) for r, v in zip(_if(e, condition, *branches, real), made, strict=True)]
+
+
+def _if(
+    e: Emitter, condition: Value, then_branch: onnx.GraphProto, else_branch: onnx.GraphProto, like: Sequence[Value]
+) -> list[Value]:
+    names = [e.name("If") for _ in like]
     node = onnx.helper.make_node(
         "If", [condition.name], names, names[0], then_branch=then_branch, else_branch=else_branch
     )
     e.nodes.append(node)
-    return [emulating(e, Value(n, r.dtype, v.shape), v) for n, r, v in zip(names, real, old, strict=True)]
+    return [Value(name, value.dtype, value.shape) for name, value in zip(names, like, strict=True)]
 
 
 def _held(e: Emitter, value: Value) -> Value:
@@ -50,7 +72,7 @@ def needed(nodes: Sequence[onnx.NodeProto], results: Sequence[Value]) -> list[on
     wanted, kept = {v.name for v in results}, list[onnx.NodeProto]()
     for node in reversed(nodes):
         if not wanted.isdisjoint(node.output):
-            wanted.update(node.input, *(inner.input for graph in nested_graphs(node) for inner in graph.node))
+            wanted.update(*(inner.input for inner in every_node([node])))
             kept.append(node)
     return kept[::-1]
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import onnx
 
+from amp_transpiler.ir.control import every_node
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.types import ONNX_TYPES
 from amp_transpiler.ops.training.branches import as_tensor, emulating, needed
@@ -43,7 +44,7 @@ def _apart(
     """The nodes that no chunk reaches, and the others."""
     reached, ahead, inner = {c.name for c in chunks}, list[onnx.NodeProto](), list[onnx.NodeProto]()
     for node in nodes:
-        if reached.isdisjoint(node.input):
+        if all(reached.isdisjoint(inner.input) for inner in every_node([node])):
             ahead.append(node)
         else:
             reached.update(node.output)

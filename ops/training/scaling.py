@@ -124,7 +124,8 @@ class Switch:
 def add_product(e: Emitter, x: Value, y: Value, factor: Value) -> Value:
     """``x + y * factor``, the factor a scalar; the product is rounded before the sum. One kernel where there is one."""
     shape = x.shape
-    if not e.at.gated_add or x.dtype != "float32" or not shape or 0 in shape or (shape[-1] < _LONG and shape[1:]):
+    short = not shape or 0 in shape or (shape[-1] < _LONG and shape[1:])
+    if not e.at.gated_add or x.dtype != "float32" or short or y.shape != shape:
         return e.Add(x, e.Mul(y, e.cast(factor, y.dtype), shape=shape), shape=shape)
     lead = (*shape[:-1], 1)
     key = f"{factor.name} for rows {lead}"
@@ -136,11 +137,15 @@ def add_product(e: Emitter, x: Value, y: Value, factor: Value) -> Value:
 def blended(e: Emitter, switch: Switch, x: Value, keep: float, y: Value, share: Value) -> Value:
     """``x * keep + y * share``, x an accumulator and both factors scalars; x on a bad step, where y is 0.
 
+    ``y`` is alike, or one zero: that makes 0.0 of -0.0 alone, which an accumulator is not, unless it was set to it.
+
     Of flat tensors on CUDA it is one kernel. That adds up from 0.0, so it never makes -0.0 (nor does an underflow, of a
     factor above a half), and would return 0.0 for one that was set.
     """
     kept = switch.keep(e.like(keep, x))
     shape = x.shape
+    if shape and y.shape == () and keep > 0.5:
+        return e.Mul(x, kept)
     if not e.at.fused or x.dtype != "float32" or shape is None or len(shape) != 2 or shape[0] != 1 or keep <= 0.5:
         return add_product(e, e.Mul(x, kept), y, share)
     return e.op(

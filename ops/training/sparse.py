@@ -21,7 +21,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator, Shape
 from amp_transpiler.ir.opdef import lowering_rule, own
 from amp_transpiler.ops.common import row_lookup, shape_of, size_of, sliced
-from amp_transpiler.ops.row_sums import added_rows
+from amp_transpiler.ops.row_sums import added_rows, remember_rows
 from amp_transpiler.ops.training.branches import as_tensor, emulating
 
 GATHER, MERGE, DENSE = "GatherRowsGrad", "MergeRows", "DenseRows"
@@ -123,7 +123,7 @@ def dense_rows(e: Emitter, op: Operator, rows: Value, values: Value) -> list[Val
     shape = shape_of(e, 0)
     wide = e.f32(values)
     at = e.reshape(rows, (*size_of(rows), 1))
-    return [added_rows(e, e.zeros(shape, wide.dtype), at, wide)]
+    return [remember_rows(e, added_rows(e, e.zeros(shape, wide.dtype), at, wide), rows, wide)]
 
 
 def repeated(e: Emitter, rows: Value, values: Value) -> Value:

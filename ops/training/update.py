@@ -30,6 +30,7 @@ from amp_transpiler.ir.opdef import Slots, lowering_rule, own, slots_of
 from amp_transpiler.ops.training.branches import chosen
 from amp_transpiler.ops.training.chunks import by_chunks
 from amp_transpiler.ops.training.dealt_gradients import joined_gradients
+from amp_transpiler.ops.training.few_rows import by_chunks_with_rows, few_rows
 from amp_transpiler.ops.training.rows import joined, parts, rows_of
 from amp_transpiler.ops.training.scaling import (
     Gate,
@@ -132,8 +133,14 @@ def update_rule(
                 before = [row[name] for name in accumulators if name in row]
                 if chunks == 1:
                     return new(gradient, old, *before)
-                read = [e.cast(gradient.raw, old.dtype), old, *before]
-                return by_chunks(e, read, lambda raw, *values: new(gradient.chunk(raw), *values))
+
+                def chunk(raw: Value, *values: Value) -> list[Value]:
+                    return new(gradient.chunk(raw), *values)
+
+                few = few_rows(e, table[number]["gradient"], chunks)
+                if few is not None:
+                    return by_chunks_with_rows(e, few, [old, *before], chunk)
+                return by_chunks(e, [e.cast(gradient.raw, old.dtype), old, *before], chunk)
 
             def some_rows(number: int) -> list[Value]:
                 """The new values of a parameter of which some rows take a step."""
