@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import amp_transpiler as amp
@@ -36,6 +36,7 @@ def distance(a: tuple[int, ...], b: tuple[int, ...]) -> int:
 
 
 # -- scores ------------------------------------------------------------------------------------------
+@settings(deadline=None)
 @given(DIGITS, DIGITS)
 def test_edit_distance_is_its_definition(a: list[int], b: list[int]) -> None:
     assert spoken.edit_distance(a, b) == distance(tuple(a), tuple(b))

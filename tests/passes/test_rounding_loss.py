@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from onnx.reference import ReferenceEvaluator
@@ -65,6 +65,7 @@ FLOATS = arrays.arrays(
 
 
 @pytest.mark.parametrize("dtype", TYPES)
+@settings(deadline=None)
 @given(array=FLOATS)
 def test_losses_are_those_of_rounding(dtype: str, array: np.ndarray) -> None:
     found = losses(array, dtype)
