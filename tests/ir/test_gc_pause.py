@@ -49,6 +49,16 @@ def test_some_objects_count_as_old_once_and_are_left_to_the_collector_then() -> 
     assert id(first[-1]) not in young and id(more[-1]) in young
 
 
+def test_what_a_program_froze_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        with collector_paused(lasting=True):
+            pass
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()
+
+
 def test_few_objects_are_left_to_the_collector() -> None:
     gc.collect()
     with collector_paused():
