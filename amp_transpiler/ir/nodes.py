@@ -60,7 +60,7 @@ class Variable:
     (then ``type_proto`` holds its ONNX type). ``shape`` is None while unknown; its entries are sizes,
     symbolic names, or None. A ``persistable`` variable lives in a scope between runs; a *parameter* is
     persistable and ``trainable``. ``data`` is constant content (a TensorProto, a numpy array, or what
-    ``np.asarray`` takes: a tensor mapped from disk). ``outer`` is the variable of the enclosing program that this one,
+    ``np.asarray`` takes: a tensor of a large file). ``outer`` is the variable of the enclosing program that this one,
     in a nested program, stands for. ``grad_of`` is the forward variable that this one is the gradient of; it has its
     shape. Where ``rows`` is set, int64, it holds these rows alone, as for a table that is marked ``sparse``. Where
     ``owner`` is set, that rank alone updates it, and of state other than parameters alone holds it. Where

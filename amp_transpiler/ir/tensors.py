@@ -1,4 +1,4 @@
-"""Constant content of variables: embedded tensors, tensors mapped from disk, numpy arrays."""
+"""Constant content of variables: embedded tensors, tensors in memory or mapped from disk, numpy arrays."""
 
 from __future__ import annotations
 
