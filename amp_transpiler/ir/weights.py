@@ -56,6 +56,8 @@ def not_a_weight(variable: Variable) -> str:
         return "cosines and sines of angles"
     if _is_canvas(variable, shape):
         return "what others are written into"
+    if _is_start(variable, shape):
+        return "what the examples of a batch begin with"
     if uses and all(_is_of_groups(op) and _is_all(variable, float(slot == 1)) for op, slot in uses):
         return "what leaves a normalisation of groups as it is"
     if uses and all(op.type in _MASKED for op, _ in uses):
@@ -146,10 +148,35 @@ def _joins_scores(op: Operator) -> bool:
 
 def _is_of_groups(op: Operator) -> bool:
     """Whether exporters wrote a group normalisation with it: of channels put together, which it scales afterwards."""
-    read, made = op.input(0), op.output(0)
-    if op.type != "InstanceNormalization" or read is None or made is None or read.producer is None:
+    made = op.output(0)
+    if op.type != "InstanceNormalization" or made is None:
         return False
-    return read.producer.type == "Reshape" and all(reader.type == "Reshape" for reader, _ in made.readers)
+    readers = made.readers
+    if len(readers) == 1 and readers[0][0].type == "Reshape" and (made := readers[0][0].output(0)) is not None:
+        readers = made.readers
+    scaled = [op.input(1 - slot) for op, slot in readers if op.type == "Mul" and isinstance(slot, int)]
+    return len(scaled) == len(readers) > 0 and all(v is not None and v.data is not None for v in scaled)
+
+
+def _is_start(variable: Variable, shape: tuple[int, ...]) -> bool:
+    """Whether it is one number for every example of a batch, as a state of zeros is before the first step."""
+    if len(shape) < 3 or shape[0] < 2 or math.prod(shape[1:]) < 2 or math.prod(shape) > _LARGE:
+        return False  # a matrix may be that of a layer without batch
+    beside = [any(_has_batch(v, shape) for v in op.inputs if v is not variable) for op, _ in variable.readers]
+    if not beside or not all(beside) or not all(_by_place(op) for op, _ in variable.readers):
+        return False
+    return _is_all(variable, as_array(variable.data).reshape(-1)[0])
+
+
+def _by_place(op: Operator) -> bool:
+    return traits_of(op).elementwise or op.type == "Concat"
+
+
+def _has_batch(operand: Variable | None, shape: tuple[int, ...]) -> bool:
+    """Whether an operand that is computed has as many examples, and as many axes."""
+    if operand is None or operand.data is not None or operand.shape is None:
+        return False
+    return len(operand.shape) == len(shape) and operand.shape[0] == shape[0]
 
 
 def _is_filled(uses: Sequence[tuple[Operator, int | str]], hops: int) -> bool:

@@ -49,6 +49,23 @@ def test_zeros_that_join_scores_mask_nothing(after: str, reason: str) -> None:
     assert reasons(program(text, c=np.zeros((1, 2, 4, 4), np.float32)), "c") == [reason]
 
 
+@pytest.mark.parametrize(
+    ("begins", "shape", "reason"),
+    [
+        ("Add (x, c)", (3, 4, 2), "what the examples of a batch begin with"),
+        ("Concat <axis = 1> (c, x)", (3, 2, 2), "what the examples of a batch begin with"),
+        ("Add (x, c)", (1, 4, 2), ""),
+        ("Add (x, c)", (3, 1, 1), ""),
+        ("MatMul (c, x)", (3, 4, 4), ""),
+    ],
+)
+def test_a_state_of_zeros_is_not_trained(begins: str, shape: tuple[int, ...], reason: str) -> None:
+    text = f"net (float[3,4,2] x) => (float[3,k,2] z) {{ y = {begins} z = Relu (y) }}"
+    assert reasons(program(text, c=np.zeros(shape, np.float32)), "c") == [reason]
+    some = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    assert reasons(program(text, c=some), "c") == [""]
+
+
 ROTATION = """net (float[1,2,6,8] x) => (float[1,2,6,8] y) {
     a, b = Split <axis = -1, num_outputs = 2> (x)
     n = Neg (b)
@@ -92,12 +109,12 @@ def test_of_a_group_norm_scale_and_shift_of_channels_are_trained_alone() -> None
     ones, zeros = np.ones(2, np.float32), np.zeros(2, np.float32)
     made = program(GROUPS, c=ones, s=zeros, **channels)
     assert [v.name for v in made.parameters] == ["w", "b"]
-    alone = GROUPS.replace("g = Reshape (x, apart)", "g = Identity (x)").replace(
-        "r = Reshape (n, whole)", "r = Identity (n)"
-    )
-    made = program(
-        alone, c=np.ones(6, np.float32), s=np.zeros(6, np.float32), **channels
-    )  # an instance norm, untrained
-    assert {v.name for v in made.parameters} == {"c", "s", "w", "b"}
+    alone = """net (float[2,6,5] x) => (float[2,6,5] y) { n = InstanceNormalization (x, c, s) y = Relu (n) }"""
+    made = program(alone, c=np.ones(6, np.float32), s=np.zeros(6, np.float32))  # an instance norm, untrained
+    assert [v.name for v in made.parameters] == ["c", "s"]
+    each = alone.replace("y = Relu (n)", "m = Mul (n, w) y = Add (m, b)")  # of groups of one channel
+    assert [
+        v.name for v in program(each, c=np.ones(6, np.float32), s=np.zeros(6, np.float32), **channels).parameters
+    ] == ["w", "b"]
     made = program(GROUPS, c=ones * 2, s=zeros, **channels)
     assert {v.name for v in made.parameters} == {"c", "w", "b"}
