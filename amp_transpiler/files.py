@@ -109,8 +109,17 @@ class Workspace:
 
     def remove(self) -> None:
         """Remove it with all that is in it, and let go of its lock."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove(self.path)
         os.close(self._lock)
+
+
+def _remove(workspace: Path) -> None:
+    """The lock goes last: a workspace without it would stay where this process is killed now."""
+    with suppress(OSError):
+        (workspace / _JOURNAL).unlink(missing_ok=True)
+    for name in (_NEW, _OLD):
+        shutil.rmtree(workspace / name, ignore_errors=True)
+    shutil.rmtree(workspace, ignore_errors=True)
 
 
 def _hold(workspace: Path, create: int = 0) -> int | None:
@@ -153,7 +162,7 @@ def _remove_leftover(workspace: Path) -> None:
     if handle is not None:
         with suppress(OSError):  # what cannot be made good stays for the next one
             _finish(workspace)
-            shutil.rmtree(workspace, ignore_errors=True)
+            _remove(workspace)
         os.close(handle)
     elif not os.listdir(workspace):  # killed before it was locked; one that lives makes itself another
         with suppress(OSError):
