@@ -96,7 +96,7 @@ def without_contents(file: memoryview) -> tuple[bytes, dict[int, tuple[int, int]
                 tensors.append(_Part(begin, start, stop, at, until, number))
                 found[number] = content, until - content
         number += 1
-    return b"".join(_spliced(file, graphs[0], tensors, {})), found
+    return (b"".join(_spliced(file, graphs[0], tensors, {})) if found else bytes(file)), found
 
 
 def with_contents(file: bytes, lengths: Mapping[int, int]) -> list[bytes | int]:

@@ -77,6 +77,14 @@ def test_what_goes_out_comes_in_again() -> None:
     assert b"".join(places[piece] if isinstance(piece, int) else piece for piece in pieces) == file
 
 
+def test_a_file_without_large_contents_is_left_as_it_is_wherever_it_ends() -> None:
+    made = model()
+    del made.graph.initializer[1:]
+    file = bytes(made.SerializeToString())
+    for end in range(len(file) + 1):
+        assert without_contents(memoryview(file[:end])) == (file[:end], {})
+
+
 def test_odd_tensors_keep_their_content(tmp_path: Path) -> None:
     labelled = numpy_helper.from_array(np.ones((70, 70), np.float32), "labelled")
     labelled.doc_string = "a text"
