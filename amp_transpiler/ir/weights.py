@@ -30,6 +30,8 @@ _MASK = -1e4
 _LARGE = 1 << 24
 #: What writes into a tensor of one number, or makes a mask of it.
 _FILLED = frozenset({"Scatter", "ScatterElements", "ScatterND", "TensorScatter", "Trilu", "Pad"})
+#: Elements that are looked at first.
+_FIRST = 64
 _HOPS = 6
 
 
@@ -56,6 +58,8 @@ def not_a_weight(variable: Variable) -> str:
         return "cosines and sines of angles"
     if _is_canvas(variable, shape):
         return "what others are written into"
+    if len(shape) > 1 and uses and all(traits_of(op).elementwise for op, _ in uses) and _is_choice(variable):
+        return "a mask of zeros and ones"
     if _is_start(variable, shape):
         return "what the examples of a batch begin with"
     if uses and all(_is_of_groups(op) and _is_all(variable, float(slot == 1)) for op, slot in uses):
@@ -144,6 +148,15 @@ def _joins_scores(op: Operator) -> bool:
     """Whether it adds to what a softmax takes."""
     made = op.output(0)
     return op.type == "Add" and made is not None and any(reader.type == "Softmax" for reader, _ in made.readers)
+
+
+def _is_choice(variable: Variable) -> bool:
+    """Whether it holds zeros and ones, of both some, and nothing else."""
+    array = as_array(variable.data)
+    if array.size > _LARGE or not np.isin(array.reshape(-1)[:_FIRST], (0, 1)).all():
+        return False
+    ones = array == 1
+    return bool(ones.any() and not ones.all() and (ones | (array == 0)).all())
 
 
 def _is_of_groups(op: Operator) -> bool:

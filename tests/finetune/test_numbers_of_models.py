@@ -66,6 +66,22 @@ def test_a_state_of_zeros_is_not_trained(begins: str, shape: tuple[int, ...], re
     assert reasons(program(text, c=some), "c") == [""]
 
 
+@pytest.mark.parametrize(
+    ("reads", "number", "reason"),
+    [
+        ("Mul (x, c)", 0.0, "a mask of zeros and ones"),
+        ("Add (x, c)", 0.0, "a mask of zeros and ones"),
+        ("Mul (x, c)", 0.5, ""),
+        ("Mul (x, c)", 1.0, ""),
+        ("MatMul (x, c)", 0.0, ""),  # where weights begin as an identity
+    ],
+)
+def test_zeros_and_ones_that_meet_elements_are_a_mask(reads: str, number: float, reason: str) -> None:
+    content = np.eye(4, dtype=np.float32) + np.float32(number) * (1 - np.eye(4, dtype=np.float32))
+    text = f"net (float[4,4] x) => (float[4,4] y) {{ y = {reads} }}"
+    assert reasons(program(text, c=content), "c") == [reason]
+
+
 ROTATION = """net (float[1,2,6,8] x) => (float[1,2,6,8] y) {
     a, b = Split <axis = -1, num_outputs = 2> (x)
     n = Neg (b)
