@@ -37,7 +37,7 @@ _GOES_ON = ("disable_synchronize_execution_providers", "1")
 Travelling = dict[int, list[tuple[str, Work[Any]]]]
 
 #: Element type and sizes (None: not fixed) of a tensor.
-Type = tuple[str, tuple[int | None, ...]]
+Type = tuple[str, tuple[int | None, ...] | None]
 
 
 #: Makes a session of a part, and gives the graph that it really runs (None: unknown).
@@ -75,9 +75,10 @@ def chained(
 
 
 def _type(output: Any) -> Type:
-    """The type that onnxruntime found for a session's output."""
+    """The type that onnxruntime found for a session's output. It gives no sizes for a scalar and for what it knows no
+    rank of."""
     element = onnx.TensorProto.DataType.Value(output.type[len("tensor(") : -1].upper())
-    return NAMES[element], tuple(d if isinstance(d, int) else None for d in output.shape)
+    return NAMES[element], tuple(d if isinstance(d, int) else None for d in output.shape) or None
 
 
 class Chain:
