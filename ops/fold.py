@@ -34,7 +34,7 @@ def col2im(e: Emitter, op: Operator, x: Value, image_shape: Value, block_shape: 
     """A transposed convolution of each channel whose kernel has a one for each tap: CUDA has no kernel of Col2Im."""
     image, block = e.known(op.input(1)), e.known(op.input(2))
     if e.at.host or image is None or block is None:
-        return [e.Col2Im(x, image_shape, block_shape, **op.attrs)]
+        return [e.op("Col2Im", x, image_shape, block_shape, outputs=None, **op.attrs)]
     window = _window(op, image.tolist(), block.tolist())
     batch, rows, taps = size_of(x)[0], size_of(x)[1], len(window.taps)
     values = e.reshape(x, (batch * rows // taps, taps, *window.target))

@@ -33,9 +33,9 @@ def either(
         made[:] = write()
         return [as_tensor(e, value) for value in made]
 
-    branches = [_branch(e, name, partial(tensors, write)) for name, write in (("then", one), ("else", other))]
-    real = [Value("", as_tensor(e, v).dtype, v.shape) for v in made]
-    return [emulating(e, r, v) for r, v in zip(_if(e, condition, *branches, real), made, strict=True)]
+    then_branch, else_branch = _branch(e, "then", partial(tensors, one)), _branch(e, "else", partial(tensors, other))
+    real = [as_tensor(e, value) for value in made]
+    return [emulating(e, r, v) for r, v in zip(_if(e, condition, then_branch, else_branch, real), made, strict=True)]
 
 
 def _if(

@@ -123,10 +123,9 @@ class Switch:
 
 def add_product(e: Emitter, x: Value, y: Value, factor: Value) -> Value:
     """``x + y * factor``, the factor a scalar; the product is rounded before the sum. One kernel where there is one."""
-    shape = x.shape
-    short = not shape or 0 in shape or (shape[-1] < _LONG and shape[1:])
-    if not e.at.gated_add or x.dtype != "float32" or short or y.shape != shape:
-        return e.Add(x, e.Mul(y, e.cast(factor, y.dtype), shape=shape), shape=shape)
+    shape, one_kernel = x.shape, e.at.gated_add and x.dtype == "float32" and x.shape == y.shape
+    if not one_kernel or not shape or 0 in shape or (shape[-1] < _LONG and shape[1:]):
+        return e.Add(x, e.Mul(y, e.cast(factor, y.dtype), shape=y.shape), shape=shape)
     lead = (*shape[:-1], 1)
     key = f"{factor.name} for rows {lead}"
     if key not in e.shared:
