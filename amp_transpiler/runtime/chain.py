@@ -70,15 +70,20 @@ def chained(
             output = found[names[-1][name]]
             if not output.type.startswith("tensor("):
                 return None, graphs
-            types[name] = _type(output)
+            types[name] = _type(output, graph)
     return Chain(parts, sessions, names, types, place, exchanged, engine), graphs
 
 
-def _type(output: Any) -> Type:
-    """The type that onnxruntime found for a session's output. It gives no sizes for a scalar and for what it knows no
-    rank of."""
+def _type(output: Any, graph: onnx.GraphProto | None) -> Type:
+    """The type that onnxruntime found for a session's output.
+
+    It gives no sizes for a scalar and for what it knows no rank of: the graph that it runs tells these apart.
+    """
     element = onnx.TensorProto.DataType.Value(output.type[len("tensor(") : -1].upper())
-    return NAMES[element], tuple(d if isinstance(d, int) else None for d in output.shape) or None
+    sizes = tuple(d if isinstance(d, int) else None for d in output.shape)
+    infos = () if graph is None else graph.output
+    ranked = sizes or any(info.name == output.name and info.type.tensor_type.HasField("shape") for info in infos)
+    return NAMES[element], sizes if ranked else None
 
 
 class Chain:
