@@ -10,6 +10,7 @@ operators, in ``ops/``. An operator of ai.onnx is named by its type (``MatMul``)
 from amp_transpiler.lists._data import OpLists, default_lists, keep_fp32, kept_fp32, resolve
 from amp_transpiler.lists._faults import Fault, faults
 from amp_transpiler.lists._kernels import (
+    NEWEST_OPSET,
     TARGET_IR_VERSION,
     TARGET_OPSET,
     USUAL_PLACE,
@@ -25,6 +26,7 @@ from amp_transpiler.lists._roundings import Roundings, roundings
 from amp_transpiler.lists.amp_lists import AutoMixedPrecisionLists
 
 __all__ = [
+    "NEWEST_OPSET",
     "USUAL_PLACE",
     "TARGET_IR_VERSION",
     "TARGET_OPSET",

@@ -27,6 +27,9 @@ TARGET_OPSET = 21
 From 22 on onnxruntime's CUDA provider has no MaxPool, Dropout and others.
 """
 
+NEWEST_OPSET = 26
+"""The newest opset of ai.onnx whose models every admitted onnxruntime takes; 1.31 refuses later ones."""
+
 TARGET_IR_VERSION = 10
 """The ONNX format version that the target opset needs."""
 

@@ -12,9 +12,8 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.types import numpy_dtype
-from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
+from amp_transpiler.lists import NEWEST_OPSET, TARGET_IR_VERSION, TARGET_OPSET
 from amp_transpiler.passes.canonicalize.opset import _ADAPTERS
-from amp_transpiler.passes.lowering.lowering import NEWEST_OPSET
 from tests.helpers.sessions import run
 from tests.helpers.where import DATA, NO_DATA
 

@@ -10,7 +10,7 @@ from amp_transpiler.ir.dealt_rows import held_shapes
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.opdef import lowering_rule_of
-from amp_transpiler.lists import TARGET_OPSET, place_kinds, place_traits
+from amp_transpiler.lists import NEWEST_OPSET, TARGET_OPSET, place_kinds, place_traits
 from amp_transpiler.passes.canonicalize.control_flow import FEED_SHAPES, ExpandControlFlow
 from amp_transpiler.passes.canonicalize.inlining import InlineFunctions
 from amp_transpiler.passes.canonicalize.opset import can_convert, convert_opset
@@ -26,8 +26,6 @@ from amp_transpiler.passes.pipeline import Context, Pass, Pipeline, Property, Va
 WANTED: Value[Wanted] = Value("wanted")
 #: The model that a place runs.
 LOWERED: Value[Lowered] = Value("lowered")
-#: The newest opset of ai.onnx whose models every onnxruntime takes that is admitted; 1.31 refuses later ones.
-NEWEST_OPSET = 26
 #: The first opset whose reductions all read their axes, as what stands for inner roundings has them.
 _AXES_READ = 18
 
