@@ -44,7 +44,7 @@ def _apart(
     """The nodes that no chunk reaches, and the others."""
     reached, ahead, inner = {c.name for c in chunks}, list[onnx.NodeProto](), list[onnx.NodeProto]()
     for node in nodes:
-        if all(reached.isdisjoint(inner.input) for inner in every_node([node])):
+        if all(reached.isdisjoint(part.input) for part in every_node([node])):
             ahead.append(node)
         else:
             reached.update(node.output)
