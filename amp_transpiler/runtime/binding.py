@@ -311,9 +311,10 @@ class PlainStep:
 
     def run(self, scope: Scope, feeds: Mapping[str, Any], return_numpy: bool) -> list[Any]:
         """Run once; results are arrays and Python objects, also without ``return_numpy``."""
-        inputs = {p.tensor: as_held(p, feeds[p.variable], self.place, self.program) for p in self.feeds}
-        inputs |= {s.tensor: device_tensors.to_array(self.states.gather(scope, s).whole) for s in self.states.flat}
-        inputs |= {s.tensor: device_tensors.to_array(self.states.admit(scope, s)) for s in self.states.all}
+        held = ((p, as_held(p, feeds[p.variable], self.place, self.program)) for p in self.feeds)
+        inputs = {p.tensor: device_tensors.fed(value) for p, value in held}
+        inputs |= {s.tensor: self.states.gather(scope, s).whole for s in self.states.flat}
+        inputs |= {s.tensor: self.states.admit(scope, s) for s in self.states.all}
         inputs |= scalar_values(self.scalars, self.place)
         names = [port.tensor for port in (*self.fetches, *(update.port for update in self.updates))]
         with watched(f"program '{self.program}'") as options:

@@ -122,6 +122,11 @@ def alias(array: np.ndarray, dtype: str) -> Any:
     return ort.OrtValue.ortvalue_from_numpy(array)
 
 
+def fed(value: Any) -> Any:
+    """What a run that copies its feeds takes for a value: an array itself, but where only a value has its type."""
+    return alias(value, value.dtype.name) if isinstance(value, np.ndarray) and _foreign(value.dtype) else value
+
+
 def view(value: Any, offset: int, shape: Sequence[int]) -> Any:
     """A value that shares the memory of one of floats or integers, from its element ``offset`` on; on any device.
 

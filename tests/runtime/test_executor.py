@@ -185,6 +185,34 @@ def test_strings_and_sequences_pass_through(cpu: Executor, scope: Scope) -> None
     assert cpu.run(joined, {"q": q}, ["y"])[0].tolist() == [1, 2, 1, 2]
 
 
+def test_bfloat16_beside_strings(cpu: Executor, scope: Scope) -> None:
+    program = program_of("""<ir_version: 10, opset_import: ["" : 21]>
+    f (string[N] s, bfloat16[2] x) => (string[N] t, float[2] y) <bfloat16[2] w = {0, 0}> {
+        t = Identity(s)
+        sum = Add(x, w)
+        y = Cast<to = 1>(sum)
+    }""")
+    scope.set_var("w", np.array([1, 2], ml_dtypes.bfloat16))
+    _, y = cpu.run(program, {"s": ["a"], "x": np.array([1, 0.5], ml_dtypes.bfloat16)}, ["t", "y"], scope)
+    assert y.tolist() == [2, 2.5]
+
+
+@pytest.mark.parametrize("type_", ["Sum", "Mean"])
+@pytest.mark.parametrize("dtype", ["float16", "float"])
+def test_sizes_that_data_decide_reach_an_operator_with_a_rule(cpu: Executor, type_: str, dtype: str) -> None:
+    program = program_of(f"""<ir_version: 10, opset_import: ["" : 21]>
+    f ({dtype}[4] x) => ({dtype}[K] y) {{
+        kept = NonZero(x)
+        at = Transpose<perm = [1, 0]>(kept)
+        chosen = GatherND(x, at)
+        y = {type_}(chosen, chosen, chosen)
+    }}""")
+    x = np.array([0, 1000.5, 0, 1.5], {"float": np.float32}.get(dtype, np.float16))
+    (y,) = cpu.run(program, {"x": x}, ["y"])
+    times = 3 if type_ == "Sum" else 1
+    assert y.dtype == x.dtype and y.tolist() == (x[[1, 3]].astype(np.float64) * times).astype(x.dtype).tolist()
+
+
 def test_sequences_in_16_bit_keep_their_type(cpu: Executor) -> None:
     program = program_of("""<ir_version: 10, opset_import: ["" : 21]>
     f (float16[2] x) => (seq(float16[2]) q) { y = Mul(x, x) q = SequenceConstruct(x, y) }""")

@@ -213,7 +213,7 @@ class _Emission(EmulatedStorage):
             self.env[op.outputs[0].key] = self.env[op.inputs[0].key]
         elif op.type in ("Cast", "CastLike") and not op.domain:
             self._cast(op)
-        elif lowering_rule_of(op, self.e.at) is None or not self._body(op):
+        elif lowering_rule_of(op, self.e.at) is None or self.unsized(op) or not self._body(op):
             if op.domain == OWN:
                 raise GraphError(f"operator '{op.label}' ({op.full_type}) has no lowering rule; it cannot be run")
             known = emit_known(self, op) or emit_biased(self, self.biased.get(op), op)

@@ -10,8 +10,8 @@ import onnx
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes, static
-from amp_transpiler.ir.nodes import BACKWARD, Operator, Variable
-from amp_transpiler.ir.opdef import traits_of
+from amp_transpiler.ir.nodes import BACKWARD, OWN, Operator, Variable
+from amp_transpiler.ir.opdef import lookup, traits_of
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.passes.lowering.lowered import emulated_attribute
 
@@ -66,6 +66,15 @@ class EmulatedStorage:
                 self.shapes.shape(variable)  # raises, naming the variable
             self.env[variable.key] = Value(value.name, value.dtype, shape)
         return self.read(op, variable)
+
+    def unsized(self, op: Operator) -> bool:
+        """Whether onnxruntime's own kernel runs an operator instead of its rule, which needs sizes that are not known.
+
+        Such as those that data decide. CPUs have a kernel of every standard operator that always has a rule.
+        """
+        found = lookup(op)
+        always = found is not None and found.when is None and op.domain != OWN
+        return self.cpu and always and any(v is not None and self._fixed(v) is None for v in op.inputs)
 
     def as_kernels(self, op: Operator, inputs: Sequence[Value | None], exact: bool) -> bool:
         """Emit an operator as the place's kernels compute it; False where they do as it stands."""
