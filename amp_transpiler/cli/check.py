@@ -14,8 +14,9 @@ from amp_transpiler.runtime.budget import check_budget, unbounded_optimizers, wi
 def check(output: str, program: Program, options: ConversionOptions) -> list[str]:
     """Print what was found; what failed, a sentence each.
 
-    The file passes ``onnx.checker`` with full checks and loads in onnxruntime on CPU (without bfloat16 alone: it
-    has no such arithmetic there), and the verdict of the conversion is met.
+    The file passes ``onnx.checker`` with full checks, or is refused for what the model itself is refused for, and
+    loads in onnxruntime on CPU (without bfloat16 alone: it has no such arithmetic there), and the verdict of the
+    conversion is met.
     """
     with within(check_budget(program, options.time_budget, options.memory_budget)):
         failures = _unusable(output, program)
@@ -28,11 +29,13 @@ def check(output: str, program: Program, options: ConversionOptions) -> list[str
 def _unusable(output: str, program: Program) -> list[str]:
     """Who refuses the file."""
     failures = []
-    try:
-        onnx.checker.check_model(output, full_check=True)
+    refused = _refused(output)
+    if not refused:
         print("  check: onnx.checker accepts the file")
-    except Exception as error:  # onnx raises classes of its own, and those of pybind
-        failures.append(f"onnx.checker refuses the file: {_first_line(error)}")
+    elif refused == _refused(program.conversion.source):
+        print(f"  check: onnx.checker refuses the file, and the model too: {printable(refused)}")
+    else:
+        failures.append(f"onnx.checker refuses the file: {refused}")
     if program.conversion.dtype == "float16" and not any(v.dtype == "bfloat16" for v in program.variables):
         settings = ort.SessionOptions()
         settings.log_severity_level = 4
@@ -44,6 +47,15 @@ def _unusable(output: str, program: Program) -> list[str]:
         except Exception as error:  # onnxruntime raises classes of its own, without a common base
             failures.append(f"onnxruntime does not load the file: {_first_line(error)}")
     return failures
+
+
+def _refused(path: str) -> str:
+    """Why onnx.checker refuses a file; empty where it does not."""
+    try:
+        onnx.checker.check_model(path, full_check=True)
+    except Exception as error:  # onnx raises classes of its own, and those of pybind
+        return _first_line(error)
+    return ""
 
 
 def _first_line(error: Exception) -> str:

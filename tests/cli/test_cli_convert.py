@@ -136,6 +136,19 @@ def test_a_check_that_fails_is_status_3(
         assert status == 3 and "check failed: output 'y' is off by" in err
 
 
+@pytest.mark.parametrize("declared", ["", "[N, 7]"])
+def test_what_the_checker_refuses_the_model_for_is_no_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], declared: str
+) -> None:
+    """Exporters of classical models leave the shape of an output out, or declare one that it has not."""
+    proto = onnx.parser.parse_model(TEXT.replace("float[N,32] p)", f"float{declared or '[N, 32]'} p)"))
+    if not declared:
+        proto.graph.output[1].type.tensor_type.ClearField("shape")
+    onnx.save(proto, tmp_path / "model.onnx")
+    status, out, error = run(capsys, "convert", tmp_path / "model.onnx", tmp_path / "o.onnx", "--check")
+    assert status == 0 and "onnx.checker refuses the file, and the model too: " in out and not error
+
+
 def test_a_check_does_not_load_what_was_bfloat16_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """onnxruntime computes no bfloat16 on CPU, which is no fault of the conversion."""
     relu = onnx.parser.parse_model(
