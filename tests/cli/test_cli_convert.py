@@ -141,9 +141,9 @@ def test_what_the_checker_refuses_the_model_for_is_no_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], declared: str
 ) -> None:
     """Exporters of classical models leave the shape of an output out, or declare one that it has not."""
-    proto = onnx.parser.parse_model(TEXT.replace("float[N,32] p)", f"float{declared or '[N, 32]'} p)"))
+    proto = onnx.parser.parse_model(TEXT.replace("float[N,32] y", f"float{declared or '[N, 32]'} y"))
     if not declared:
-        proto.graph.output[1].type.tensor_type.ClearField("shape")
+        proto.graph.output[0].type.tensor_type.ClearField("shape")
     onnx.save(proto, tmp_path / "model.onnx")
     status, out, error = run(capsys, "convert", tmp_path / "model.onnx", tmp_path / "o.onnx", "--check")
     assert status == 0 and "onnx.checker refuses the file, and the model too: " in out and not error

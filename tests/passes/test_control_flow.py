@@ -104,9 +104,77 @@ def test_a_loop_that_goes_on_by_a_constant_around_it_unrolls() -> None:
     program = load(LOOP.replace("go = Identity(on)", "go = Cast <to = 9> (yes)"))
     amp.prepare_training(program, values={"n": 2})
     assert not program.nesting and sum(op.type == "Tanh" for op in program.operators) == 2
-    never = load(LOOP.replace("go = Identity(on)", "go = Cast <to = 9> (i)"))  # stops at once: i is 0
-    amp.prepare_training(never, values={"n": 2})
-    assert never.nesting
+    once = load(LOOP.replace("go = Identity(on)", "go = Cast <to = 9> (i)"))  # stops after a turn: i is 0
+    amp.prepare_training(once, values={"n": 2})
+    assert not once.nesting and sum(op.type == "Tanh" for op in once.operators) == 1
+
+
+#: The same turns as a ``while`` of TensorFlow: two counters, of which the lower one decides.
+WHILE = """
+net (float[2,3] x, float[2,3] h0, int64 n) => (float[2,3] h, float[k,2,3] all)
+  <float[3,3] w = {0.1, 0.2, 0.3, -0.4, 0.5, 0.6, 0.7, -0.8, 0.9}, bool yes = {1}, int32 zero = {0}, float two = {2.0}>
+{
+  count, last, h, all = Loop (n, yes, zero, zero, h0) <
+    body = turn (int64 i, bool on, int32 c_in, int32 last_in, float[2,3] h_in)
+      => (bool go, int32 c_out, int32 last_out, float[2,3] h_out, float[2,3] row) {
+    one = Constant <value = int32 {1}> ()
+    c_out = Add(c_in, one)
+    last_out = Identity(last_in)
+    real = Cast <to = 1> (c_out)
+    soon = Cast <to = 1> (i)
+    first = Less(real, limit)
+    limit = Constant <value = float {4.0}> ()
+    second = Less(soon, two)
+    go = And(first, second)
+    p = MatMul(h_in, w)
+    q = Add(p, x)
+    h_out = Tanh(q)
+    row = Identity(h_out)
+  }>
+}"""
+
+
+def test_a_loop_whose_counters_decide_unrolls_and_trains() -> None:
+    """As tf2onnx writes the recurrent layers of Keras that it does not recognise."""
+    rng = np.random.default_rng(0)
+    feed = {name: rng.normal(size=(2, 3)).astype(np.float32) for name in ("x", "h0")}
+    before = run(load(WHILE), {**feed, "n": np.array(9)}, "h", "all")
+    assert len(before[1]) == 3, "of the turns that the counters allow, not those of the trip count"
+    program = load(WHILE)
+    amp.prepare_training(program, values={"n": 9})
+    assert not program.nesting and sum(op.type == "Tanh" for op in program.operators) == 3
+    for found, expected in zip(run(program, feed, "h", "all"), before, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+    def loss(w: np.ndarray) -> float:
+        return float((recurrence(w, [feed["x"]] * 3, feed["h0"])[-1] ** 2).sum())
+
+    np.testing.assert_allclose(gradient_of_w(program, feed, ["h"]), numerical(loss, W), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change, trips",
+    [
+        (("yes", "yes"), 3),
+        ((", yes, zero", ", , zero"), 3),
+        ((", yes, zero", "two_turns, yes, zero"), 2),
+        ((", yes, zero", "n, yes, zero"), None),  # what is fed decides
+        (("float {4.0}", "float {-1.0}"), 1),  # the body runs before it says
+        (("And(first, second)", "Or(first, second)"), 4),
+        (("yes = {1}", "yes = {0}"), None),  # no turn makes no row to stack
+        (("last_out = Identity(last_in)", "last_out = Identity(c_in)"), 3),
+        (("soon = Cast <to = 1> (i)", "soon = ReduceMax <keepdims = 0> (h_in)"), None),  # data decide
+        (("float {4.0}", "float {1e9}"), 3),
+        (("And(first, second)", "Not(never)\n never = Cast <to = 9> (zero)"), None),  # no end
+    ],
+)
+def test_how_often_a_while_without_a_trip_count_runs(change: tuple[str, str], trips: int | None) -> None:
+    text = WHILE.replace("n, yes, zero", ", yes, zero").replace("bool yes", "int64 two_turns = {2}, bool yes")
+    assert change[0] in text
+    program = load(text.replace(*change))
+    expand_control_flow(program)
+    unrolled = not program.nesting
+    assert (sum(op.type == "Tanh" for op in program.operators) if unrolled else None) == trips
 
 
 def test_a_scan_unrolls_and_trains() -> None:
@@ -213,7 +281,13 @@ def test_an_if_on_a_known_shape_is_inlined() -> None:
     "change, told",
     [
         (("n)", "n, bool never)"), "trip count 'n' is not known before the run.*prepare_training"),
-        (("go = Identity(on)", "go = Not(on)"), "decides in the run whether to go on"),
+        (
+            (
+                "go = Identity(on)",
+                "go = Greater(mean, low) mean = ReduceMean <keepdims = 0> (h_in) low = Constant <value = float {0.0}> ()",
+            ),
+            "decides in the run whether to go on",
+        ),
     ],
 )
 def test_a_loop_of_unknown_length_is_named(change: tuple[str, str], told: str) -> None:

@@ -1,7 +1,7 @@
 """Control flow whose course is known before the run becomes straight-line operators.
 
-An If on a constant becomes the branch that is taken. A Loop with a known trip count, and a Scan over a known
-length, are unrolled, so that they have gradients and can be captured in a CUDA graph. Everything else stays.
+An If on a constant becomes the branch that is taken. A Loop whose turns are known, and a Scan over a known length,
+are unrolled, so that they have gradients and can be captured in a CUDA graph. Everything else stays.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes, constant_array, infer_operator
 from amp_transpiler.ir.nodes import Operator, Shape, Variable
 from amp_transpiler.ir.opdef import has_lowering_rule
+from amp_transpiler.passes.canonicalize.trip_count import trip_count
 from amp_transpiler.passes.pipeline import Context, Pass, Value
 
 #: Shapes of feeds that the program does not declare itself.
@@ -81,7 +82,10 @@ def why_not_known(op: Operator) -> str:
         )
     if op.type == "Loop":
         if not _goes_on(op.attrs["body"]):
-            return "its body decides in the run whether to go on. Rewrite it with a trip count"
+            return (
+                f"its body decides in the run whether to go on (or it unrolls to more than {UNROLL_LIMIT} operators). "
+                f"{way_out}, or fix the shape of its inputs, where that decides; else rewrite it with a trip count"
+            )
         return (
             f"its trip count '{_name(op.input(0))}' is not known before the run (or unrolls to more than "
             f"{UNROLL_LIMIT} operators). {way_out}"
@@ -181,12 +185,21 @@ def _same_truth(op: Operator) -> bool:
     return op.type == "Identity" or (op.type == "Cast" and op.attrs["to"] == onnx.TensorProto.BOOL)
 
 
+def _trips(op: Operator, body: Graph, env: _Known) -> int | None:
+    """The turns of a loop, None where they are not known."""
+    if not _goes_on(body):
+        return trip_count(op, env.shapes.value, env.left // max(1, sum(1 for _ in body.walk())))
+    trips, start = env.number(op.input(0)), env.number(op.input(1))
+    if trips is None or (op.input(1) is not None and start is None):
+        return None
+    return max(int(trips), 0) if start is None or start else 0
+
+
 def _unroll_loop(op: Operator, env: _Known) -> bool:
     body: Graph = op.attrs["body"]
-    trips, start = env.number(op.input(0)), env.number(op.input(1))
-    if trips is None or not _goes_on(body) or (op.input(1) is not None and start is None):
+    trips = _trips(op, body, env)
+    if trips is None:
         return False
-    trips = max(int(trips), 0) if start is None or start else 0
     states = [v for v in op.inputs[2:] if v is not None]
     scanned = len(op.outputs) - len(states)
     if not _fits(body, trips, env) or (trips == 0 and any(v is not None for v in op.outputs[len(states) :])):
