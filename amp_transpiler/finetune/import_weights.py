@@ -19,6 +19,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array, tensor_type
+from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.ir.weights import STATISTICS, not_a_weight
 from amp_transpiler.passes.view.constants import content
 from amp_transpiler.program import Program
@@ -70,7 +71,7 @@ def _elements(variables: Iterable[Variable]) -> int:
 def _weight_in(variable: Variable) -> tuple[Any, str] | None:
     """The content of a constant that is a weight ("") or a running statistic, and which of them."""
     data = content(variable)
-    if data is None or tensor_type(data)[0] not in ("float32", "float16", "float64", "bfloat16"):
+    if data is None or tensor_type(data)[0] not in FLOATS:
         return None
     before, variable.data = variable.data, data
     reason = not_a_weight(variable)
@@ -80,15 +81,21 @@ def _weight_in(variable: Variable) -> tuple[Any, str] | None:
 
 def _adopt(variable: Variable) -> bool:
     """Make a constant persistable where it is a weight or a running statistic."""
-    found, producer = _weight_in(variable), variable.producer
+    found = _weight_in(variable)
     if found is None:
         return False
-    variable.data, reason = found
-    if producer is not None:
-        variable.program.remove_operator(producer)
-    variable.dtype, variable.shape = tensor_type(variable.data)
-    variable.persistable, variable.trainable = True, not reason
+    data, reason = found
+    _keep(variable, data, trainable=not reason)
     return True
+
+
+def _keep(variable: Variable, data: Any, trainable: bool) -> None:
+    """Make a constant with this content persistable."""
+    if variable.producer is not None:
+        variable.program.remove_operator(variable.producer)
+    variable.data = data
+    variable.dtype, variable.shape = tensor_type(data)
+    variable.persistable, variable.trainable = True, trainable
 
 
 def _hoist(nested: Graph, op: Operator) -> int:
@@ -113,6 +120,18 @@ def _hoist(nested: Graph, op: Operator) -> int:
         op.add_capture(outer)
         count += 1
     return count
+
+
+def adopt_named(program: Program, names: Collection[str]) -> dict[str, Variable]:
+    """Let float constants that a user calls by their very name be parameters, whatever they look like."""
+    found = {}
+    for variable in program.variables:
+        if variable.name in names and not variable.persistable and variable.outer is None:
+            data = content(variable)
+            if data is not None and tensor_type(data)[0] in FLOATS:
+                _keep(variable, data, trainable=True)
+                found[variable.name] = variable
+    return found
 
 
 def leave_input_scaling(program: Program) -> list[str]:

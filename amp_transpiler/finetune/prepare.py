@@ -14,6 +14,7 @@ from amp_transpiler.conversion.calibration.measure import measure
 from amp_transpiler.conversion.calibration.samples import load_calibration
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
 from amp_transpiler.finetune.import_weights import (
+    adopt_named,
     leave_input_scaling,
     restore_names,
     retie,
@@ -81,7 +82,8 @@ def prepare_training(
     Args:
         program: of ``Program.from_onnx``, without a backward pass.
         trainable: patterns (globs, or ``re:`` and a regular expression) of the parameters to train, by their own name
-            or by the name or scope of an operator that reads them; all where None.
+            or by the name or scope of an operator that reads them; all where None. A float constant that looks like
+            no weight is trained where it stands here by its very name, no pattern: ``["*", "logit_scale"]``.
         freeze: patterns of parameters that are not trained; wins over ``trainable``.
         batch_norm: "train" (batch statistics; running ones are updated), "synchronized" (likewise, over the batches of
             all ranks, where there are several), or "frozen" (running ones are used).
@@ -120,6 +122,8 @@ def prepare_training(
         notes += ["control flow that is known before the run is straight-line now"] * expand_control_flow(program)
         notes += weights_from_constants(program)
         notes += leave_input_scaling(program)
+        named = adopt_named(program, () if isinstance(trainable, str) else trainable or ())
+        notes += [f"'{name}': trained, because named" for name in named]
         notes += retie(program)
         notes += untie(program, _matched(program, keep_tied, "keep_tied"))
         notes += fuse_layer_norms(program)
@@ -129,11 +133,13 @@ def prepare_training(
         notes += train_batch_norm(program, batch_norm == "synchronized") if batch_norm != "frozen" else []
         notes += train_dropout(program)
         notes += insert_dropout(program, dropout or {})
-        _select(program, trainable, freeze)
+        _select(program, trainable, freeze, named)
         program.numeric_guards = numeric_guards
         _settle_startup(program)
         notes += _keep_measured(program, calibration) if calibration is not None else []
-    kept = [v for v in program.variables if v.persistable and v.data is not None and not not_a_weight(v)]
+    kept = [
+        v for v in program.variables if v.persistable and v.data is not None and (v.trainable or not not_a_weight(v))
+    ]
     done = Preparation(
         tuple(v.name for v in kept if v.trainable), tuple(v.name for v in kept if not v.trainable), tuple(notes)
     )
@@ -182,8 +188,14 @@ def _matched(program: Program, patterns: Sequence[str], what: str) -> Collection
     return matching_names(candidates, patterns, what, names_of_parameter, f"parameter of program '{program.name}'")
 
 
-def _select(program: Program, trainable: Sequence[str] | None, freeze: Sequence[str]) -> None:
-    chosen = None if trainable is None else _matched(program, trainable, "trainable")
+def _select(
+    program: Program, trainable: Sequence[str] | None, freeze: Sequence[str], named: Mapping[str, Variable]
+) -> None:
+    """``named`` are found already, and may be called otherwise by now."""
+    chosen = None
+    if trainable is not None:
+        rest = [pattern for pattern in trainable if pattern not in named] if named else trainable
+        chosen = {*_matched(program, rest, "trainable"), *named.values()}
     frozen = _matched(program, freeze, "freeze")
     for variable in program.parameters:
         if (chosen is not None and variable not in chosen) or variable in frozen:

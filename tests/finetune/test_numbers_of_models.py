@@ -134,3 +134,37 @@ def test_of_a_group_norm_scale_and_shift_of_channels_are_trained_alone() -> None
     ] == ["w", "b"]
     made = program(GROUPS, c=ones * 2, s=zeros, **channels)
     assert {v.name for v in made.parameters} == {"c", "w", "b"}
+
+
+@pytest.mark.parametrize("held", ["scale", "Constant"])
+def test_a_number_called_by_its_name_is_trained(held: str) -> None:
+    """As the temperature of a contrastive model: y = x w exp(scale), and the mean of y falls by its gradient."""
+    constant = "scale = Constant <value_float = 0.5> ()" if held == "Constant" else ""
+    text = f"net (float[2,3] x) => (float[2,4] y) {{ {constant} p = MatMul (x, w) e = Exp (scale) y = Mul (p, e) }}"
+    rng = np.random.default_rng(0)
+    contents = {"w": rng.standard_normal((3, 4), np.float32)}
+    contents |= {"scale": np.array(0.5, np.float32)} if held != "Constant" else {}
+    made = program(text, **contents)
+    done = amp.prepare_training(made, trainable=["*", "scale"])
+    assert set(done.trainable) == {"w", "scale"}
+    assert "'scale': trained, because named" in done.notes
+    reread = amp.Program.from_onnx(made.to_onnx())
+    assert {v.name for v in reread.parameters} == {"w", "scale"}
+    with amp.program_guard(made, made.startup), amp.unique_name.guard():
+        amp.optimizer.SGD(0.1).minimize(amp.nn.functional.mean(made.outputs[0]))
+    exe, scope, x = amp.Executor(amp.CPUPlace()), amp.Scope(), rng.standard_normal((2, 3), np.float32)
+    exe.run(made.startup, scope=scope)
+    exe.run(made, {"x": x}, scope=scope)
+    gradient = np.mean(x.astype(np.float64) @ contents["w"] * np.exp(0.5))
+    assert scope.find_var("scale") == pytest.approx(0.5 - 0.1 * gradient, rel=1e-5)
+
+
+def test_a_pattern_brings_in_no_number() -> None:
+    made = program(
+        "net (float[2,3] x) => (float[2,4] y) { p = MatMul (x, w) e = Exp (scale) y = Mul (p, e) }",
+        w=np.ones((3, 4), np.float32),
+        scale=np.array(0.5, np.float32),
+    )
+    assert amp.prepare_training(made, trainable=["*"]).trainable == ("w",)
+    with pytest.raises(amp.AmpError, match=r"trainable: pattern 'scal\?' matches no parameter"):
+        amp.prepare_training(made, trainable=["scal?"])
