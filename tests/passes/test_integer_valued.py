@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
 import pytest
 
@@ -108,3 +109,21 @@ def test_a_converted_program_counts_the_same() -> None:
     constraints = Constraints()
     keep_integer_valued(once, constraints)
     assert [op.type for op in constraints.operators] == ["MatMul", "Transpose", "Cos"]
+
+
+def test_a_sum_of_integer_products_is_no_16_bit_number() -> None:
+    """As in a quantised layer: 1,024 products of bytes are 66,585,600 before the scale."""
+    model = onnx.parser.parse_model(
+        HEAD
+        + """m (uint8[1,1024] a, uint8[1024,1] w, float scale, int32[1] bias) => (float[1,1] y)
+        { s = MatMulInteger(a, w)  b = Add(s, bias)  f = Cast<to=1>(b)  m = Mul(f, scale)  y = Neg(m) }"""
+    )
+    program = amp.convert(model)
+    feeds = {"a": np.full((1, 1024), 255, np.uint8), "w": np.full((1024, 1), 255, np.uint8)}
+    feeds |= {"scale": np.float32(1e-5), "bias": np.ones(1, np.int32)}
+    (y,) = amp.Executor().run(program, feed=feeds, fetch_list=["y"], scope=amp.Scope())
+    np.testing.assert_allclose(y, -665.856, rtol=1e-3)
+    assert {op.type: op.precision for op in program.operators if op.type in ("Cast", "Mul")} == {
+        "Cast": "float32",
+        "Mul": "float32",
+    }

@@ -2,7 +2,9 @@
 
 Forwards, from integers that become floats: while an operator reads nothing but such numbers and constants, it
 counts. Data that a model computes, and weights, end the chain; so do sine and cosine, which bring integers into
-[-1, 1]. Backwards, from floats that become integers: elementwise arithmetic on the way to an index or a size.
+[-1, 1]. Sums of integer products (a quantised layer) leave float16 at once: the float that they become is not
+stored in 16 bit, before the scale brings it back. Backwards, from floats that become integers: elementwise
+arithmetic on the way to an index or a size.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ _ARITHMETIC = frozenset(
 _ROUNDS = _ARITHMETIC - {"Exp", "Log", "Pow", "Sqrt", "ReduceSum", "CumSum"}
 #: What makes floats of integers, and integers of floats.
 _CASTS = frozenset({"Cast", "CastLike"})
+#: What adds up products of integers.
+_INTEGER_SUMS = frozenset({"ConvInteger", "MatMulInteger"})
 #: Elements of a constant that may still count: beyond, it is a weight.
 _SMALL = 1 << 16
 
@@ -53,13 +57,18 @@ def keep_integer_valued(program: Graph, constraints: Constraints) -> None:
 
 def _forwards(ops: list[Operator], constraints: Constraints) -> None:
     counted: dict[Variable, str] = {}
+    sums: set[Variable] = set()
     for op in ops:
         name = operator_name(op)
         if name in _CASTS:
             read, made = op.input(0), op.output(0)
             if made is not None and is_float(made) and read is not None and read.dtype in _COUNTS:
                 counted[made] = read.name
+                if read in sums:
+                    constraints.keep_tensor(made, Reason(Kind.COUNTS, read.name))
             continue
+        if name in _INTEGER_SUMS or (sums and any(v in sums for v in op.inputs)):
+            sums.update(v for v in op.outputs if v is not None and v.dtype in _COUNTS)
         if not counted:
             continue
         if not (name in _ARITHMETIC or _ends(op) or moves(op) or _outer_product(op, name)):
