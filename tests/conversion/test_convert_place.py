@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -334,6 +335,35 @@ def test_a_weight_that_16_bit_does_not_hold_stays() -> None:
     model.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(array, "w"))
     (weight,) = amp.convert(model, place="webgpu").to_onnx().graph.initializer
     assert weight.data_type == onnx.TensorProto.FLOAT
+
+
+def as_constant(model: onnx.ModelProto) -> onnx.ModelProto:
+    """As Paddle2ONNX writes weights."""
+    weight = model.graph.initializer.pop()
+    model.graph.node.insert(0, onnx.helper.make_node("Constant", [], [weight.name], value=weight))
+    return model
+
+
+def in_both_branches(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The same product in both branches of an If, which read the weight from outside."""
+    g, nodes = model.graph, list(model.graph.node)
+    del g.node[:]
+    branch = onnx.helper.make_graph(nodes, "branch", [], list(g.output))
+    g.node.append(onnx.helper.make_node("If", ["c"], [g.output[0].name], then_branch=branch, else_branch=branch))
+    g.input.append(onnx.helper.make_tensor_value_info("c", onnx.TensorProto.BOOL, []))
+    return model
+
+
+@pytest.mark.parametrize("written", [as_constant, in_both_branches])
+def test_where_a_weight_stands_makes_no_difference_to_its_storage(
+    written: Callable[[onnx.ModelProto], onnx.ModelProto],
+) -> None:
+    converted = amp.convert(written(product(256)), place="webgpu").to_onnx()
+    (weight,) = converted.graph.initializer
+    assert weight.data_type == onnx.TensorProto.FLOAT16
+    assert [node.op_type for node in converted.graph.node].count("Cast") == 1
+    onnx.checker.check_model(converted, full_check=True)
+    assert len(converted.SerializeToString()) < 0.6 * len(product(256).SerializeToString())
 
 
 def test_a_stored_weight_is_no_input_of_the_file() -> None:
