@@ -12,7 +12,7 @@ from amp_transpiler.ir.annotate import annotate
 from amp_transpiler.ir.clone import clone
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.lists import TARGET_OPSET, USUAL_PLACE, has_kernel, place_traits
-from amp_transpiler.passes.canonicalize.fuse_norm import fuse_layer_norms, has_layer_norms
+from amp_transpiler.passes.canonicalize.fuse_norm import MEANS, fuse_layer_norms, has_layer_norms
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.view.typing import Obstacle, has_float, narrowed, operator_name
@@ -74,7 +74,7 @@ def _targets(program: Graph, dtype: str, has: _HasKernel) -> tuple[int, ...]:
     gains = {t: sum(has(kind, dtype, t) for kind in lacking) for t in (*_EARLIER, TARGET_OPSET) if t > own}
     most = max(gains.values(), default=0)
     target = next((t for t, gain in gains.items() if gain == most), 0) if most else 0
-    if own < _LAYER_NORM and "ReduceMean" in kinds and has_layer_norms(program):
+    if own < _LAYER_NORM and kinds.intersection(MEANS) and has_layer_norms(program):
         target = max(target, _LAYER_NORM)
     return (target,)
 

@@ -1,8 +1,9 @@
 """Layer norms that an exporter wrote out become one operator again.
 
 Before opset 17 there was no LayerNormalization: exports hold ReduceMean, Sub, Pow, ReduceMean, Add, Sqrt, Div, Mul and
-Add. As one operator it is computed in fp32 inside, whatever it reads; written out, in pure 16 bit, the square of a
-deviation overflows beyond 255 and an epsilon of 1e-12 is 0.
+Add. TensorFlow writes x s + (b - m s), where s is the scale by the deviation, at any opset. As one operator it is
+computed in fp32 inside, whatever it reads; written out, in pure 16 bit, the square of a deviation overflows beyond 255,
+an epsilon of 1e-12 is 0, and x s and m s cancel out.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from amp_transpiler.ir.adjacency import successors
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import constant_array, static
 from amp_transpiler.ir.metadata import FULL
-from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.nodes import Operator, Shape, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.passes.pipeline import Context, Pass
 from amp_transpiler.passes.view.constants import content
 from amp_transpiler.passes.view.of_type import of_type
+
+#: What takes a mean; the second one over all dimensions but two.
+MEANS = ("ReduceMean", "GlobalAveragePool")
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ def fuse_layer_norms(
 ) -> list[str]:
     """Put one LayerNormalization in the place of each that is written out over the last dimensions; in place."""
     count = 0
-    for op in of_type(program, "Add") if of_type(program, "ReduceMean") else ():
+    for op in of_type(program, "Add") if any(of_type(program, mean) for mean in MEANS) else ():
         found = _found(op)
         if found is not None and not _protected(found, names, keep):
             _fuse(found)
@@ -105,8 +109,21 @@ def _fuse(norm: _Norm) -> None:
     remove(norm.last, {norm.x, norm.scale, norm.bias})
     attrs = {"axis": norm.axis, "epsilon": norm.epsilon}
     name = norm.last.name
-    new = program.add_operator("LayerNormalization", [norm.x, norm.scale, norm.bias], [out], attrs=attrs, name=name)
+    weights = [_of_rank(weight, -norm.axis) for weight in (norm.scale, norm.bias)]
+    new = program.add_operator("LayerNormalization", [norm.x, *weights], [out], attrs=attrs, name=name)
     new.role, new.guard, new.scope = marks
+
+
+def _of_rank(weight: Variable, rank: int) -> Variable:
+    """A scale or bias without the 1s before its last ``rank`` dimensions: a parameter itself, of a constant another."""
+    if len(weight.shape or ()) == rank:
+        return weight
+    array = as_array(content(weight))
+    array = array.reshape(array.shape[array.ndim - rank :])
+    if not weight.persistable:
+        return weight.program.add_constant(weight.name, array)
+    weight.data, weight.shape = array, array.shape
+    return weight
 
 
 def remove(last: Operator, needed: set[Variable]) -> None:
@@ -129,29 +146,80 @@ def remove(last: Operator, needed: set[Variable]) -> None:
 
 
 def _found(last: Operator) -> _Norm | None:
-    """The norm that ends in this Add of a bias."""
-    scaled, bias = _split(last, "Mul")
-    normal, scale = _split(scaled, "Div")
-    if bias is None or scale is None or normal is None:
+    """The norm that ends in this Add."""
+    scaled = _divided(last) or _shifted(last)
+    if scaled is None:
         return None
-    deviation, root = maker(normal.input(0), "Sub"), maker(normal.input(1), "Sqrt")
-    if deviation is None or root is None:
-        return None
-    x, mean = deviation.input(0), maker(deviation.input(1), "ReduceMean")
+    x, mean, root, scale, bias = scaled
     summed, epsilon = added_number(root.input(0))
-    variance = maker(summed, "ReduceMean")
-    if x is None or mean is None or variance is None or epsilon is None or mean.input(0) is not x:
+    variance = _mean(summed)
+    if variance is None or epsilon is None or mean.input(0) is not x:
         return None
     axes, shape = reduced_axes(mean) or [], x.shape or ()
-    if not _is_square(variance.input(0), deviation) or reduced_axes(variance) != axes:
+    if not _is_square(variance.input(0), x, mean.output(0)) or reduced_axes(variance) != axes:
         return None
     over_last = bool(axes) and axes == list(range(len(shape) - len(axes), len(shape)))
     size = shape[len(shape) - len(axes) :]
     if not (over_last and _keeps(mean) and _keeps(variance)) or static(size) is None:
         return None
-    if scale.shape != size or bias.shape != size or scale.dtype != x.dtype:
+    if not (_fits(scale, size) and _fits(bias, size)) or scale.dtype != x.dtype:
         return None
     return _Norm(last, x, scale, bias, epsilon, -len(axes))
+
+
+#: What is normalised, its mean, the root of its variance, scale and bias.
+_Scaled = tuple[Variable, Operator, Operator, Variable, Variable]
+
+
+def _divided(last: Operator) -> _Scaled | None:
+    """(x - mean) / root * scale + bias."""
+    scaled, bias = _split(last, "Mul")
+    normal, scale = _split(scaled, "Div")
+    deviation = None if normal is None else maker(normal.input(0), "Sub")
+    if deviation is None or normal is None:
+        return None
+    return _complete(deviation.input(0), _mean(deviation.input(1)), maker(normal.input(1), "Sqrt"), scale, bias)
+
+
+def _shifted(last: Operator) -> _Scaled | None:
+    """x * s + (-mean * s + bias), where s is scale / root; or bias - mean * s."""
+    for slot in (0, 1):
+        product, shift = maker(last.input(slot), "Mul"), last.input(1 - slot)
+        plus, minus = maker(shift, "Add"), maker(shift, "Sub")
+        moved, bias = _split(plus, "Mul") if minus is None else (maker(minus.input(1), "Mul"), minus.input(0))
+        for first, second in ((0, 1), (1, 0)) if product is not None and moved is not None else ():
+            assert product is not None and moved is not None
+            factor = maker(product.input(second), "Mul")
+            inverse, scale = _split(factor, "Reciprocal")
+            if factor is None or inverse is None or product.input(second) not in moved.inputs:
+                continue
+            centre = moved.input(1 if moved.input(0) is product.input(second) else 0)
+            negative = maker(centre, "Neg")
+            mean = centre if minus is not None else None if negative is None else negative.input(0)
+            return _complete(product.input(first), _mean(mean), maker(inverse.input(0), "Sqrt"), scale, bias)
+    return None
+
+
+def _complete(
+    x: Variable | None, mean: Operator | None, root: Operator | None, scale: Variable | None, bias: Variable | None
+) -> _Scaled | None:
+    if x is None or mean is None or root is None or scale is None or bias is None:
+        return None
+    return x, mean, root, scale, bias
+
+
+def _mean(variable: Variable | None) -> Operator | None:
+    """The operator that makes the variable, where that takes a mean."""
+    return next((op for op in (maker(variable, type_) for type_ in MEANS) if op is not None), None)
+
+
+def _fits(weight: Variable, size: Shape) -> bool:
+    """Whether a scale or a bias is of this size, or can be: TensorFlow puts dimensions of 1 before it."""
+    if weight.shape == size:
+        return True
+    ones = len(weight.shape or ()) - len(size)
+    alone = not weight.persistable or len(weight.readers) == 1
+    return ones > 0 and weight.shape == (1,) * ones + size and content(weight) is not None and alone
 
 
 def maker(variable: Variable | None, type_: str) -> Operator | None:
@@ -180,15 +248,11 @@ def added_number(variable: Variable | None) -> tuple[Variable | None, float | No
     return None, None
 
 
-def _is_square(variable: Variable | None, deviation: Operator) -> bool:
-    """Whether the variable is the square of the deviation, or of another one from the same operands."""
+def _is_square(variable: Variable | None, x: Variable, mean: Variable | None) -> bool:
+    """Whether the variable is the square of the deviation of ``x`` from its mean."""
     power = maker(variable, "Pow") or maker(variable, "Mul")
-    return power is not None and squares(power) and _alike(power.input(0), deviation)
-
-
-def _alike(variable: Variable | None, deviation: Operator) -> bool:
-    made = maker(variable, "Sub")
-    return made is not None and list(made.inputs) == list(deviation.inputs)
+    deviation = None if power is None or not squares(power) else maker(power.input(0), "Sub")
+    return deviation is not None and list(deviation.inputs) == [x, mean]
 
 
 def _keeps(op: Operator) -> bool:
@@ -201,6 +265,8 @@ def reduced_axes(op: Operator) -> list[int] | None:
     read = op.inputs[0]
     if read is None or read.shape is None:
         return None
+    if op.type == "GlobalAveragePool":
+        return list(range(2, len(read.shape)))
     given = op.attrs.get("axes")
     axes = None if op.input(1) is None else constant_array(op.inputs[1])  # type: ignore[arg-type]
     if given is None and axes is None:

@@ -1,0 +1,121 @@
+"""Layer norms as TensorFlow writes them out: x s + (b - m s), where s is the scale by the deviation."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+import amp_transpiler as amp
+from tests.helpers.converting import off
+
+#: One of Keras 3 over a GlobalAveragePool, one of ``tf.nn.batch_normalization`` with operands swapped, one set of weights.
+NORMS = """<ir_version: 8, opset_import: ["" : 17]>
+net (float[2,4,6] x) => (float[2,4,6] y)
+  <float[1,1,6] g = {0.5, 1.0, 1.5, 2.0, 0.7, 0.9}, float[1,1,6] b = {0.1, 0.2, 0.3, -0.1, -0.2, -0.3}, float eps = {1e-12}>
+{
+  m = GlobalAveragePool(x)
+  neg = Neg(m)
+  d = Sub(x, m)
+  s = Mul(d, d)
+  v = GlobalAveragePool(s)
+  ve = Add(v, eps)
+  r = Sqrt(ve)
+  i = Reciprocal(r)
+  k = Mul(i, g)
+  xk = Mul(x, k)
+  mk = Mul(neg, k)
+  shift = Add(mk, b)
+  o = Add(xk, shift)
+  h = Relu(o)
+  m2 = ReduceMean <axes = [2]> (h)
+  d2 = Sub(h, m2)
+  s2 = Mul(d2, d2)
+  v2 = ReduceMean <axes = [2]> (s2)
+  ve2 = Add(eps, v2)
+  r2 = Sqrt(ve2)
+  i2 = Reciprocal(r2)
+  k2 = Mul(g, i2)
+  mk2 = Mul(k2, m2)
+  shift2 = Sub(b, mk2)
+  xk2 = Mul(k2, h)
+  y = Add(shift2, xk2)
+}"""
+#: The same with weights for each, as they are trained.
+APART = NORMS.replace("k2 = Mul(g,", "k2 = Mul(g2,").replace("Sub(b,", "Sub(b2,")
+APART = APART.replace(
+    "float eps", "float[1,1,6] g2 = {1, 2, 3, 4, 5, 6}, float[1,1,6] b2 = {6, 5, 4, 3, 2, 1}, float eps"
+)
+#: What leaves float16 when it is squared, around a mean that leaves x s and m s beyond what cancels out in it.
+X = np.random.default_rng(0).normal(3000, 400, (2, 4, 6)).astype(np.float32)
+
+
+def served(model: onnx.ModelProto) -> np.ndarray:
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return np.asarray(session.run(["y"], {"x": X})[0])
+
+
+def test_one_operator_in_a_conversion() -> None:
+    model = onnx.parser.parse_model(NORMS)
+    program = amp.convert(model)
+    assert [op.type for op in program.operators if op.type != "Cast"] == [
+        "LayerNormalization",
+        "Relu",
+        "LayerNormalization",
+    ]
+    converted = program.to_onnx()
+    onnx.checker.check_model(converted, full_check=True)
+    assert len(converted.graph.initializer) == 2 * 2, "a scale and a bias of one dimension for each"
+    assert off(served(converted), served(model)) < 4e-3
+
+
+def test_an_older_opset_is_raised_for_it() -> None:
+    program = amp.convert(onnx.parser.parse_model(NORMS.replace('"" : 17', '"" : 13')))
+    assert [op.type for op in program.operators if op.type != "Cast"] == [
+        "LayerNormalization",
+        "Relu",
+        "LayerNormalization",
+    ]
+
+
+def test_one_operator_in_training() -> None:
+    """Its weights lose the dimensions that TensorFlow puts before them."""
+    program = amp.Program.from_onnx(onnx.parser.parse_model(APART))
+    told = amp.prepare_training(program)
+    program.verify()
+    assert [op.type for op in program.operators] == ["LayerNormalization", "Relu", "LayerNormalization"]
+    assert len(told.trainable) == 4 and all(v.shape == (6,) for v in program.parameters)
+    scope, executor = amp.Scope(), amp.Executor(threads=1)
+    executor.run(program.startup, scope=scope)
+    (found,) = executor.run(program, feed={"x": X}, fetch_list=["y"], scope=scope)
+    np.testing.assert_allclose(found, served(onnx.parser.parse_model(APART)), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("neg = Neg(m)", "neg = Neg(v)"),
+        ("neg = Neg(m)", "neg = Abs(m)"),
+        ("xk = Mul(x, k)", "xk = Mul(d, k)"),
+        ("xk = Mul(x, k)", "xk = Mul(x, i)"),
+        ("d = Sub(x, m)", "d = Sub(m, x)"),
+        ("v = GlobalAveragePool(s)", "v = ReduceMean <axes = [1, 2]> (s)"),
+        ("i = Reciprocal(r)", "i = Exp(r)"),
+        ("float[1,1,6] g = {0.5, 1.0, 1.5, 2.0, 0.7, 0.9}", "float[1,4,1] g = {0.5, 1.0, 1.5, 2.0}"),
+        ("y = Add(shift2, xk2)", "z = Add(shift2, xk2) y = Sub(z, mk)"),
+    ],
+)
+def test_what_is_no_layer_norm_stays(change: tuple[str, str]) -> None:
+    assert change[0] in APART
+    text = APART.replace(*change)
+    model = onnx.parser.parse_model(text)
+    program = amp.Program.from_onnx(model)
+    amp.prepare_training(program)
+    program.verify()
+    left = sum(op.type == "LayerNormalization" for op in program.operators)
+    assert left == (2 if "mk" in change[1] else 1)
+    scope, executor = amp.Scope(), amp.Executor(threads=1)
+    executor.run(program.startup, scope=scope)
+    (found,) = executor.run(program, feed={"x": X}, fetch_list=["y"], scope=scope)
+    np.testing.assert_allclose(found, served(model), rtol=1e-3, atol=1e-3, equal_nan=True)
