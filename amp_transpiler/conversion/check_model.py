@@ -17,7 +17,8 @@ from amp_transpiler.conversion.calibration.samples import load_calibration
 from amp_transpiler.conversion.conversion_options import TOLERANCE
 from amp_transpiler.conversion.leaving import Leaving, leaving_of
 from amp_transpiler.conversion.replay import OperatorError, replay
-from amp_transpiler.conversion.verdict import CALIBRATION, SYNTHETIC, beyond, synthetic_sample
+from amp_transpiler.conversion.synthetic import SYNTHETIC, synthetic_sample
+from amp_transpiler.conversion.verdict import CALIBRATION, beyond
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes, static
@@ -156,8 +157,8 @@ def check_model(
         )
     dtype = str(found.most_common(1)[0][0])
     arithmetic = Arithmetic(kind, widens=False) if roundings(kind, dtype) is not None else None
-    batches = load_calibration(data, program) if data is not None else [synthetic_sample(program)]
     with within(Budget(time_budget if time_budget is not None else math.inf, None)):
+        batches = load_calibration(data, program) if data is not None else [synthetic_sample(program)[0]]
         operators = replay(program, batches, arithmetic)
     allowed = TOLERANCE[dtype] if tolerance is None else float(tolerance)
     outputs = {v.name: _error(v, operators) for v in program.outputs if v.producer is not None}

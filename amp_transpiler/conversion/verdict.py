@@ -7,20 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from amp_transpiler.conversion.calibration.measure import Batch, measure
 from amp_transpiler.conversion.conversion_options import ConversionOptions
-from amp_transpiler.errors import AmpError, FeedError, ModelFileError
-from amp_transpiler.ir.tensors import byte_size
-from amp_transpiler.ir.types import FLOATS, numpy_dtype
+from amp_transpiler.conversion.synthetic import SYNTHETIC, synthetic_sample
+from amp_transpiler.errors import AmpError, ModelFileError
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.budget import calibration_budget, check_budget, within
 
-#: What outputs are measured on.
-CALIBRATION, SYNTHETIC = "the calibration data", "a synthetic sample"
-#: Bytes of a synthetic sample; larger inputs are the user's to give.
-_SAMPLE = 1 << 28
+#: What outputs are measured on, where it is not a synthetic sample.
+CALIBRATION = "the calibration data"
 
 
 @dataclass(frozen=True)
@@ -81,7 +76,8 @@ def judge(
         return Verdict(found.outputs, CALIBRATION, options.allowed)
     try:
         with within(check_budget(reference, options.time_budget, options.memory_budget)):
-            found = measure(reference, converted, [synthetic_sample(reference)], options.dtype, tensors=False)
+            sample, wanted = synthetic_sample(reference)
+            found = measure(reference, converted, [sample], options.dtype, expected=[wanted], tensors=False)
     except ModelFileError:
         raise
     except AmpError as error:
@@ -94,27 +90,3 @@ def judge(
 def beyond(error: float) -> float:
     """An error by which to order: what is no number is beyond all others."""
     return math.inf if math.isnan(error) else error
-
-
-def synthetic_sample(program: Program) -> dict[str, np.ndarray]:
-    """One input of each: normal numbers, zeros and ones, unknown dimensions 1. FeedError where they are too large."""
-    rng = np.random.default_rng(0)
-    feeds = {}
-    left = _SAMPLE
-    for variable in program.inputs:
-        if variable.data is not None or variable.dtype is None:
-            continue
-        shape = [size if isinstance(size, int) else 1 for size in variable.shape or ()]
-        size = byte_size(variable.dtype, shape)
-        if size > left:
-            raise FeedError(
-                f"input '{variable.name}', {variable.dtype}{shape}, takes {size:,} bytes, and {SYNTHETIC} "
-                f"at most {_SAMPLE:,}"
-            )
-        left -= size
-        if variable.dtype in FLOATS:
-            made = rng.standard_normal(shape, np.float32)
-        else:
-            made = rng.integers(0, 2, shape, np.int8)
-        feeds[variable.name] = made.astype(numpy_dtype(variable.dtype))
-    return feeds

@@ -1,0 +1,83 @@
+"""A sample that is made up, where the user of a conversion or a check gives none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from amp_transpiler.conversion.calibration.measure import outputs_of
+from amp_transpiler.errors import AmpError, FeedError, ModelFileError
+from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.ir.tensors import byte_size
+from amp_transpiler.ir.types import FLOATS, numpy_dtype
+from amp_transpiler.program import Program
+
+SYNTHETIC = "a synthetic sample"
+#: Bytes of a synthetic sample; larger inputs are the user's to give.
+_SAMPLE = 1 << 28
+#: What unknown dimensions are tried with beyond 1, and whether those of the batch as well: the sides of an image, a
+#: stretch of sound, and names that say nothing.
+_SIZES = ((64, False), (1024, False), (64, True))
+
+
+def synthetic_sample(program: Program) -> tuple[dict[str, np.ndarray], list[Any]]:
+    """One input of each, and the outputs: normal numbers, zeros and ones.
+
+    Unknown dimensions are 1, and larger where the program does not run on those: one pixel is no image. Raises what
+    running it on the first of the samples raises, and FeedError where that is too large.
+    """
+    first: AmpError | None = None
+    for shapes in _shapes(program):
+        try:
+            sample = _filled(program, shapes)
+            return sample, outputs_of(program, [sample])[0]
+        except ModelFileError:
+            raise
+        except AmpError as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def _shapes(program: Program) -> Iterator[list[list[int]]]:
+    """Shapes of the inputs to try, all with 1 for what is unknown first."""
+    fed = _fed(program)
+    batch = {v.shape[0] for v in fed if v.shape and not isinstance(v.shape[0], int)} - {None}
+    yield [[size if isinstance(size, int) else 1 for size in v.shape or ()] for v in fed]
+    if all(isinstance(size, int) for v in fed for size in v.shape or ()):
+        return
+    for open_size, batches in _SIZES:
+        yield [
+            [
+                size if isinstance(size, int) else open_size if batches or (axis and size not in batch) else 1
+                for axis, size in enumerate(v.shape or ())
+            ]
+            for v in fed
+        ]
+
+
+def _fed(program: Program) -> list[Variable]:
+    return [v for v in program.inputs if v.data is None and v.dtype is not None]
+
+
+def _filled(program: Program, shapes: list[list[int]]) -> dict[str, np.ndarray]:
+    """The inputs in these shapes; FeedError where they are too large."""
+    rng = np.random.default_rng(0)
+    feeds = {}
+    left = _SAMPLE
+    for variable, shape in zip(_fed(program), shapes, strict=True):
+        dtype = str(variable.dtype)
+        size = byte_size(dtype, shape)
+        if size > left:
+            raise FeedError(
+                f"input '{variable.name}', {dtype}{shape}, takes {size:,} bytes, and {SYNTHETIC} at most {_SAMPLE:,}"
+            )
+        left -= size
+        if dtype in FLOATS:
+            made = rng.standard_normal(shape, np.float32)
+        else:
+            made = rng.integers(0, 2, shape, np.int8)
+        feeds[variable.name] = made.astype(numpy_dtype(dtype))
+    return feeds

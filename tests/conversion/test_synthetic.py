@@ -1,0 +1,53 @@
+"""A sample that is made up has sizes that the model runs on, where unknown ones of 1 are too small."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.conversion.synthetic import synthetic_sample
+from amp_transpiler.errors import AmpError
+from amp_transpiler.ir.weights import become_constants
+from tests.helpers.converting import HEAD, filled
+
+RUNS = {
+    "a pixel will do": ("m (float[N,3,H,W] x) => (float[N,3,H,W] y) { y = Relu(x) }", {"x": (1, 3, 1, 1)}),
+    "an image": (
+        "m (float[N,3,H,W] x) => (float[N,8,A,B] y) <float[8,3,7,7] w> { y = Conv(x, w) }",
+        {"x": (1, 3, 64, 64)},
+    ),
+    "a sound, and a state of its batch": (
+        "m (float[N,S] x, float[2,N,4] h) => (float[N,1,T] y, float[2,N,4] g) <float[1,1,512] w, int64[1] one = {1}>"
+        " { u = Unsqueeze(x, one) y = Conv(u, w) g = Neg(h) }",
+        {"x": (1, 1024), "h": (2, 1, 4)},
+    ),
+    "a batch of one sample is too small": (
+        "m (float[N,3] x) => (float[M,3] y) <int64[1] a = {8}, int64[1] b = {40}, int64[1] c = {0}, float[32,3] d>"
+        " { s = Slice(x, a, b, c) y = Add(s, d) }",
+        {"x": (64, 3)},
+    ),
+}
+
+
+def made_up(text: str) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
+    program = amp.Program.from_onnx(filled(text))
+    become_constants(program)
+    return synthetic_sample(program)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_sizes_that_the_model_runs_on(name: str) -> None:
+    text, shapes = RUNS[name]
+    sample, outputs = made_up(text)
+    assert {key: value.shape for key, value in sample.items()} == shapes
+    verdict = amp.convert(filled(text), check=True).conversion.verdict
+    assert verdict is not None and verdict.met and len(verdict.errors) == len(outputs)
+
+
+def test_where_no_size_fits_the_first_failure_is_told() -> None:
+    text = (
+        HEAD + "m (float[N] x) => (float[576] y) <float[576] w, int64[1] s = {576}> { r = Reshape(x, s) y = Add(r, w) }"
+    )
+    with pytest.raises(AmpError, match=r"\{1\}"):
+        made_up(text)
