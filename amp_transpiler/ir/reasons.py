@@ -112,6 +112,7 @@ class Kind(Enum):
     TIMES_SQUARE = "multiplies a number by its square"
     ANY_POWER = "raises to a power that is not constant"
     NEGATIVE_POWER = "a negative power leaves fp16 near 0"
+    OVER_A_FLOOR = "one over '{subject}', which may be {detail}, leaves fp16"
     POWER = "raises to the power {detail}"
     GAIN = "weights of norm {detail} take inputs of {detail} out of fp16"
     REACHES = "measured: '{subject}' reaches {detail}, and {detail} ends at {detail}"

@@ -17,6 +17,13 @@ from tests.helpers.constraints_of import convert, gather, kept, run_faithful, wi
 from tests.helpers.golden import program, run
 
 SQUARES = "sums squares: x*x leaves fp16 beyond 255 and vanishes near 0"
+OVER = {name: f"one over '{name}', which may be 1e-05, " for name in ("m", "c")}
+FLOORED = {
+    "r": OVER["m"],
+    "t": f"after Reciprocal -> r: {OVER['m']}",
+    "i": OVER["c"],
+    "u": f"after Div -> i: {OVER['c']}",
+}
 CONSTANTS = "float two = {2}, float three = {3}, float half = {0.5}, float one = {1}, float eps = {0.00001}"
 
 
@@ -145,6 +152,10 @@ RANGE = {
     "a negative power": (
         "p = Pow(x, minus)  n = Mul(p, x)  y = MatMul(n, w)",
         {"p": "a negative power leaves fp16 near 0", "n": "after Pow -> p: a negative power leaves fp16 near 0"},
+    ),
+    "one over a floor": (
+        "m = Max(x, eps)  r = Reciprocal(m)  t = Tanh(r)  c = Clip(x, eps)  i = Div(one, c)  u = Tanh(i)  y = Add(t, u)",
+        {v: f"{words}leaves fp16" for v, words in FLOORED.items()},
     ),
     "a wide sum": (
         "s = ReduceSum(x, last)  n = Div(x, s)  y = MatMul(n, w)",

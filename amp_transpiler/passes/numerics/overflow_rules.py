@@ -6,6 +6,7 @@ They look for the operators that make such numbers; :mod:`.overflow_propagation`
   255, and below 0.008 it loses digits. From the square to the root, and to the division by it.
 - Sums over more than :data:`FEW` elements, unless proved to fit. A mean fits, for its operator sums in fp32.
 - What combines the elements that come to one place, as a scatter that adds.
+- One over what a constant just above zero is the least of: it is there for where the other operand is zero.
 - Powers beyond the square, negative ones and those whose exponent is not constant; cubes written as products;
   products over elements; matrix products with weights beyond any trained network's; Exp of what is not proved to
   be small; Cosh and Sinh; determinants.
@@ -136,7 +137,8 @@ class _OverflowRules:
         traits = traits_of(op)
         inside = traits.overflows_inside is not None or traits.reduces == "squares"
         alone = traits.reduces == "sum" or traits.product or traits.overflows is not None or bool(traits.combines)
-        return inside or alone or name in ("Pow", "Exp") or (name == "Mul" and bool(self.squares))
+        alone |= name in ("Pow", "Exp", "Reciprocal", "Div")
+        return inside or alone or (name == "Mul" and bool(self.squares))
 
     def keep_subtracted_squares(self, constraints: Constraints) -> None:
         """A variance as the mean of squares less the square of the mean: what is left are the digits that both
@@ -280,6 +282,8 @@ class _OverflowRules:
             return self._weight_norms(op)
         if name == "Exp":
             return None if self._shifted(op) else Reason(Kind.EXPONENTIAL)
+        if name in ("Reciprocal", "Div"):
+            return self._over_a_floor(op, name)
         return Reason(traits.overflows) if traits.overflows is not None else None
 
     def _weight_norms(self, op: Operator) -> Reason | None:
@@ -296,6 +300,20 @@ class _OverflowRules:
         if norm < LARGE:
             return None
         return Reason(Kind.GAIN, detail=(f"{norm:.3g}", f"{self.limit / norm:.2g}"))
+
+    def _over_a_floor(self, op: Operator, name: str) -> Reason | None:
+        """Whether it divides a number by what is no less than a constant that is too small for that."""
+        numerator, divisor = (None, *self.flow.inputs[op]) if name == "Reciprocal" else self.flow.inputs[op]
+        number = 1.0 if numerator is None else self.flow.number(numerator)
+        maker = None if divisor is None else divisor.producer
+        if divisor is None or maker is None or number is None or self.propagation.state.get(divisor, 0):
+            return None
+        read = self.flow.inputs[maker]
+        bounds = {"Max": read, "Clip": read[1:2]}.get(operator_name(maker), [])
+        floor = max((least for v in bounds if (least := self.flow.number(v)) is not None), default=0.0)
+        if floor <= 0 or abs(number) <= floor * self.limit:
+            return None
+        return Reason(Kind.OVER_A_FLOOR, written_name(divisor), (f"{floor:.3g}",))
 
     def _exponent(self, op: Operator) -> float | None:
         return self.flow.number(op.input(1))
