@@ -15,6 +15,7 @@ from amp_transpiler.conversion.auto import ORIGINAL, SEARCHED, Search
 from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions, Options
 from amp_transpiler.conversion.fold_constants import FoldConstants
 from amp_transpiler.conversion.io_types import NarrowIo
+from amp_transpiler.conversion.products_first import ProductsFirst
 from amp_transpiler.conversion.raise_opset import RaiseOpset
 from amp_transpiler.conversion.report.record import Conversion, CutRecord, record_program
 from amp_transpiler.conversion.rescale_factors import RescaleFactors
@@ -136,6 +137,7 @@ def conversion(options: ConversionOptions) -> Pipeline:
                 FoldConstants(),
                 RaiseOpset(),
                 WriteNorms(),
+                ProductsFirst(),
                 AroundFaults(),
                 RescaleFactors(),
             ),

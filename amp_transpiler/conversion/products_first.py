@@ -1,0 +1,68 @@
+"""A product with one matrix comes before the transposition that puts rows in another order.
+
+``MatMul(Transpose(x), w)`` is ``Transpose(MatMul(x, w))`` bit for bit where the transposition leaves the last axis and
+``w`` is a matrix, as behind a recurrent layer whose batch comes first. onnxruntime (1.31, 1.32) fuses the former into
+one operator, and in float16 on CPU ends the process while it makes the session.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from amp_transpiler.conversion.conversion_options import OPTIONS
+from amp_transpiler.conversion.protected import converted, protected
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.passes.pipeline import Context, Pass, Property
+from amp_transpiler.passes.view.of_type import of_type
+from amp_transpiler.passes.view.typing import programs
+
+
+@dataclass(frozen=True)
+class ProductsFirst(Pass):
+    """A product with one matrix comes before the transposition of its rows, which onnxruntime fails at in float16."""
+
+    name = "products-first"
+    needs = (Property.TYPED, Property.CONSTANTS, OPTIONS)
+
+    def applies(self, graph: Graph, context: Context) -> bool:
+        return context[OPTIONS].dtype == "float16" and not converted(graph)
+
+    def run(self, graph: Graph, context: Context) -> None:
+        names, keep = protected(graph, context[OPTIONS])
+        for each in programs(graph):
+            for product in of_type(each, "MatMul"):
+                turn = _rows_turned(product)
+                if turn is not None and not keep & {product, turn} and not names & _written(product, turn):
+                    _turn_afterwards(product, turn)
+
+
+def _rows_turned(product: Operator) -> Operator | None:
+    """The transposition that puts the rows which a product with one matrix reads in another order."""
+    rows, matrix, made = product.input(0), product.input(1), product.output(0)
+    turn = None if rows is None else rows.producer
+    if turn is None or matrix is None or made is None or turn.type != "Transpose" or turn.domain:
+        return None
+    order = list(turn.attrs.get("perm", ()))
+    if rows is None or matrix.shape is None or len(matrix.shape) != 2 or len(order) < 3:
+        return None
+    return turn if order[-1] == len(order) - 1 and order != sorted(order) else None
+
+
+def _written(product: Operator, turn: Operator) -> set[str]:
+    return {v.name for v in (*product.outputs, *turn.outputs) if v is not None}
+
+
+def _turn_afterwards(product: Operator, turn: Operator) -> None:
+    program, rows = product.program, product.inputs[0]
+    data, matrix, made = turn.inputs[0], product.inputs[1], product.outputs[0]
+    assert rows is not None and data is not None and matrix is not None and made is not None
+    shape = None if data.shape is None else (*data.shape[:-1], (matrix.shape or (None,))[-1])
+    straight = program.add_variable(program.unique(f"{made.name}.product"), made.dtype, shape)
+    product.set_input(0, data)
+    product.set_output(0, straight)
+    after = program.add_operator("Transpose", [straight], [made], attrs={"perm": list(turn.attrs["perm"])})
+    after.role, after.guard, after.scope = product.role, product.guard, product.scope
+    if not rows.readers and rows not in program.outputs:
+        program.remove_operator(turn)
+        program.remove_variable(rows)
