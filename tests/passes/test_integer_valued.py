@@ -35,6 +35,14 @@ CASES = {
         { f = Cast<to=1>(p)  a = MatMul(inv, f)  t = Transpose<perm=[1,0]>(a)  c = Cos(t)  y = Mul(x, c) }""",
         {"a": "integer-valued", "t": "integer-valued", "c": "integer-valued"},
     ),
+    "a length that is compared": (
+        """m (int32[N] lengths, float[1,T] x) => (bool[N,T] keep) <float one = {1}, float zero = {0}, float far = {300}>
+        { l = Cast<to=1>(lengths)  i = NonZero(x)  row = Squeeze(i)  r = Cast<to=1>(row)  keep0 = Less(r, l)
+          same = Equal(r, far)  start = Equal(r, zero)  next = Add(l, one)  after = Greater(next, far)
+          low = Less(zero, next)  some = Or(same, start)  more = Or(after, low)  all = And(some, more)
+          keep = And(keep0, all) }""",
+        {name: "integer-valued" for name in ("keep0", "same", "next", "after")},
+    ),
     "length that becomes an index": (
         """m (float[4] length) => (int64[4] y) <float two = {2}>
         { h = Div(length, two)  f = Floor(h)  y = Cast<to=7>(f) }""",

@@ -1,9 +1,10 @@
 """Integer-valued floats (shapes, lengths, positions): 16 bit holds integers exactly only to 2048 (bfloat16: 256).
 
 Forwards, from integers that become floats: while an operator reads nothing but such numbers and constants, it
-counts. Data that a model computes, and weights, end the chain; so do sine and cosine, which bring integers into
-[-1, 1]. Sums of integer products (a quantised layer) leave float16 at once: the float that they become is not
-stored in 16 bit, before the scale brings it back. Backwards, from floats that become integers: elementwise
+counts. A comparison of them ends the chain; one with small integers is right in any format. Data that a model
+computes, and weights, end it too; so do sine and cosine, which bring integers into [-1, 1]. Sums of integer
+products (a quantised layer) leave float16 at once: the float that they become is not stored in 16 bit, before the
+scale brings it back. Backwards, from floats that become integers: elementwise
 arithmetic on the way to an index or a size.
 """
 
@@ -11,14 +12,17 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
+from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.passes.numerics.constraints import Constraints
-from amp_transpiler.passes.view.constants import is_constant
+from amp_transpiler.passes.view.constants import content, is_constant
 from amp_transpiler.passes.view.names import source
 from amp_transpiler.passes.view.typing import is_float, operator_name
 
@@ -39,6 +43,8 @@ _ROUNDS = _ARITHMETIC - {"Exp", "Log", "Pow", "Sqrt", "ReduceSum", "CumSum"}
 _CASTS = frozenset({"Cast", "CastLike"})
 #: What adds up products of integers.
 _INTEGER_SUMS = frozenset({"ConvInteger", "MatMulInteger"})
+#: Integers below this are exact in every 16-bit format, and none above becomes one of them.
+_EXACT = 256
 #: Elements of a constant that may still count: beyond, it is a weight.
 _SMALL = 1 << 16
 
@@ -71,11 +77,14 @@ def _forwards(ops: list[Operator], constraints: Constraints) -> None:
             sums.update(v for v in op.outputs if v is not None and v.dtype in _COUNTS)
         if not counted:
             continue
-        if not (name in _ARITHMETIC or _ends(op) or moves(op) or _outer_product(op, name)):
+        compares = traits_of(op).compares
+        if not (name in _ARITHMETIC or compares or _ends(op) or moves(op) or _outer_product(op, name)):
             continue
         read_floats = [source(v) for v in _operands(op)]
         origin = next((counted[v] for v in read_floats if v in counted), None)
         if origin is None or not all(v in counted or _is_number(v) for v in read_floats):
+            continue
+        if compares and any(_is_small(v) for v in read_floats):
             continue
         constraints.keep(op, Reason(Kind.COUNTS, origin))
         if not _ends(op):
@@ -97,6 +106,14 @@ def _operands(op: Operator) -> list[Variable]:
 def _is_number(variable: Variable) -> bool:
     """Whether it is a constant, and no weight."""
     return is_constant(variable) and math.prod(int(d or 0) for d in variable.shape or (0,)) <= _SMALL
+
+
+def _is_small(variable: Variable) -> bool:
+    """Whether it is a constant of integers that no integer becomes by rounding to a 16-bit format."""
+    if not _is_number(variable):
+        return False
+    array = as_array(content(variable)).astype(np.float64)
+    return bool((np.abs(array) < _EXACT).all() and (array == np.rint(array)).all())
 
 
 def _outer_product(op: Operator, name: str) -> bool:
