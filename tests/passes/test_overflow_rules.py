@@ -395,3 +395,17 @@ def test_a_matrix_product_with_a_single_number_is_no_traceback(mode: str) -> Non
     text = '<ir_version: 10, opset_import: ["" : 21]> g (float[2,3] x) => (float[2,3] y) <float w = {2000}> { y = MatMul(x, w) }'
     program = amp.convert(onnx.parser.parse_model(text), mode=mode)
     assert [op.type for op in program.operators if op.type != "Cast"] == ["MatMul"]
+
+
+@pytest.mark.parametrize(
+    "magnitude",
+    [
+        "p = Mul(r, r)  m = ReduceSum<keepdims=0>(p, last)",
+        "p = Pow(r, two)  s = ReduceSum<keepdims=0>(p, last)  t = Sqrt(s)  m = Mul(t, t)",
+    ],
+)
+def test_a_spectrum_of_pairs_before_a_logarithm(magnitude: str) -> None:
+    """Real and imaginary parts side by side, as constant-Q transforms have them: a rounded signal drowns its quiet bands."""
+    text = f"c = MatMul(x, w)  r = Reshape(c, pairs)  {magnitude}  e = Add(m, eps)  y = Log(e)"
+    spectrum = body(text, ", int64[3] pairs = {8, 256, 2}")
+    assert {"c", "r", "p", "m"} <= set(kept(spectrum, gather(spectrum)))

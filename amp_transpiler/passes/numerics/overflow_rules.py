@@ -242,6 +242,7 @@ class _OverflowRules:
                 yes |= ahead and (
                     name in ("Add", "Sub", "Sum", "Mul", "Max", "Sqrt")
                     or moves(op, slot)
+                    or traits_of(op).reduces == "sum"
                     or (name in ("Div", "Clip") and not slot)
                     or (made in self.propagation.divides and traits_of(op).product)
                 )
