@@ -10,14 +10,12 @@ traits(
     "AffineGrid",
     "BlackmanWindow",
     "DeformConv",
-    "DFT",
     "HammingWindow",
     "HannWindow",
     "TfIdfVectorizer",
 )
 traits("MaxRoiPool", "RoiAlign", carries_large=True)
 traits("Det", overflows=Kind.MULTIPLIES)
-traits("STFT", settings=(2,))
 traits("MelWeightMatrix", settings=(3, 4))
 traits("NonMaxSuppression", settings=(0, 1, 3, 4))
 # Control flow, sequences and optionals: what is inside moves, the operators of nested graphs compute.

@@ -80,6 +80,7 @@ class Kind(Enum):
     LOSS = "makes the loss"
     STATISTICS = "statistics of a normalisation"
     ATTENTION = "softmax of an attention"
+    FOURIER = "a Fourier transform"
     UNPROVED = "black list, and nothing proves that '{subject}' fits {detail}"
     AFTER = "after {subject}: {cause}"
     COUNTS = "integer-valued: it computes with the integers of '{subject}'"
