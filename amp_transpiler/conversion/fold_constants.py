@@ -29,6 +29,7 @@ from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.proto_residue import listed_inputs
 from amp_transpiler.ir.tensors import as_array, byte_size, tensor_type
 from amp_transpiler.passes.canonicalize.control_flow import inline_known_branches
+from amp_transpiler.passes.canonicalize.loop_invariants import capture_invariants
 from amp_transpiler.passes.canonicalize.sequences import expand_sequences
 from amp_transpiler.passes.canonicalize.simplify import remove_dead, remove_identities
 from amp_transpiler.passes.canonicalize.unread_statistics import forget_unread_statistics
@@ -74,6 +75,7 @@ def fold(program: Graph, names: frozenset[str] = frozenset(), keep: frozenset[Op
     """
     before = _count(program)
     forget_unread_statistics(program)
+    capture_invariants(program, names, keep)
     for _ in range(_TURNS):
         _fold_graph(program, names, keep)
         branches = inline_known_branches(program)
