@@ -51,10 +51,16 @@ def spectral(variable: Variable, uses: list[tuple[Operator, int]]) -> str:
 
 
 def _may_transform(op: Operator, slot: int, shape: tuple[object, ...]) -> bool:
-    """Whether it may compute a Fourier transform: a convolution of one channel, a product that is squared then."""
+    """Whether it may compute a Fourier transform: a convolution of one channel, a product that is squared then, be that
+    of matrices or of a convolution with the samples of a window as its channels."""
+    product = len(shape) == 2 and slot < 2
     if op.type in ("Conv", "ConvTranspose"):
-        return shape[1] == 1 and int(op.attrs.get("group", 1)) == 1
-    return len(shape) == 2 and slot < 2 and _is_squared(op.output(0), _HOPS)
+        if int(op.attrs.get("group", 1)) != 1:
+            return False
+        if shape[1] == 1:
+            return True
+        product = op.type == "Conv" and all(size == 1 for size in shape[2:])
+    return product and _is_squared(op.output(0), _HOPS)
 
 
 def _is_fourier(variable: Variable, reader: str) -> bool:

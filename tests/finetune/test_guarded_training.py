@@ -176,6 +176,20 @@ def test_constants_of_a_spectrum_are_no_parameters() -> None:
     assert {v.name for v in found} == {"window", "transform", "bank", "w"}
 
 
+def test_a_basis_over_frames_that_are_channels_is_no_parameter() -> None:
+    """As Keras has it: the samples of a window are the channels of a convolution of one place."""
+    text = """<ir_version: 8, opset_import: ["" : 17]> net (float[8,128,20] frames) => (float[8,4,20] y) {
+      re = Conv(frames, real)  im = Conv(frames, imag)  re2 = Mul(re, re)  im2 = Mul(im, im)  power = Add(re2, im2)
+      y = Conv(power, w)
+    }"""
+    real, imag = np.split(basis()[..., None], 2)
+    weights = {"real": real, "imag": imag, "w": np.random.default_rng(0).normal(0, 1, (4, WINDOW // 2 + 1, 1))}
+    assert [v.name for v in amp.Program.from_onnx(model(text, **weights)).parameters] == ["w"]
+    linear = text.replace("Mul(re, re)", "Relu(re)").replace("Mul(im, im)", "Relu(im)")
+    found = amp.Program.from_onnx(model(linear, **weights)).parameters
+    assert {v.name for v in found} == {"real", "imag", "w"}
+
+
 def test_the_literal_lists_lose_the_spectrum() -> None:
     """What guards are for: without them the same model never makes a step."""
     losses, skipped = trained(prepared(audio("mul"), numeric_guards=False), labelled, sounds(5), "pure-fp16")
