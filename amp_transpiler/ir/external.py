@@ -18,7 +18,6 @@ from amp_transpiler.ir.locations import model_files
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.proto_residue import source_of
 from amp_transpiler.ir.tensors import (
-    PAGE,
     CastTensor,
     ExternalTensor,
     HeldTensor,
@@ -34,8 +33,9 @@ from amp_transpiler.ir.tensors import (
     tensor_type,
 )
 from amp_transpiler.ir.verify import programs_of
-from amp_transpiler.ir.wire import with_contents
+from amp_transpiler.ir.wire import COPIED, with_contents
 
+_PAGE = 1 << 12  # bytes: where tensors of as many begin, so that they can be mapped
 _WORTH = 1024  # bytes: smaller tensors stay in the model
 
 
@@ -91,7 +91,7 @@ class Layout:
                 places[variable] = known[same]
                 continue
             size = _size(data)
-            step = PAGE if size >= PAGE else 64
+            step = _PAGE if size >= _PAGE else 64
             offset = -(-end // step) * step
             places[variable] = known[same] = offset, size
             end = offset + size
@@ -190,7 +190,7 @@ def _size(data: Any) -> int:
 
 def _goes_past(variable: Variable, data: Any) -> bool:
     """Whether it is a large initializer of the main graph whose content is no part of a protobuf."""
-    return variable.program.parent is None and isinstance(data, RawTensor | CastTensor) and _size(data) > PAGE
+    return variable.program.parent is None and isinstance(data, RawTensor | CastTensor) and _size(data) > COPIED
 
 
 _bytes = lru_cache(maxsize=4096)(byte_size)  # thousands of tensors have few types and shapes

@@ -14,11 +14,10 @@ import onnx
 from amp_transpiler.errors import GraphError, ModelFileError
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import NAMES, ONNX_TYPES, element_type, numpy_dtype
+from amp_transpiler.ir.wire import COPIED
 
 #: Tensors up to this many elements keep their content where weights are stripped: shape arithmetic needs it.
 SMALL = 1024
-#: Bytes of the smallest content that goes past protobuf, less one.
-PAGE = 1 << 12
 #: Elements of the pieces in which large content is read and converted.
 CHUNK = 1 << 22
 
@@ -244,8 +243,8 @@ def to_proto(data: Any, name: str) -> onnx.TensorProto:
 
 
 def held(array: np.ndarray, name: str, old: Any) -> onnx.TensorProto | HeldTensor:
-    """An array of numbers as the content that replaces ``old``: past a page without its bytes in a TensorProto."""
-    if array.nbytes <= PAGE:
+    """An array of numbers as the content that replaces ``old``; a large one is no part of a TensorProto."""
+    if array.nbytes <= COPIED:
         return annotated(to_proto(array, name), old)
     proto = onnx.TensorProto(name=name, data_type=ONNX_TYPES[tensor_type(array)[0]], dims=array.shape)
     return HeldTensor(annotated(proto, old), np.ascontiguousarray(array).reshape(-1).view(np.uint8))

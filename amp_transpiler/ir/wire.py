@@ -20,9 +20,9 @@ _PARTS: dict[str, dict[int, str]] = {
 }
 #: The numbers of fields: the graph of a model, the initializers of a graph, name and content of a tensor.
 _GRAPH, _INITIALIZER, _NAME, _RAW_DATA = 7, 5, 8, 9
-#: A file is looked through for contents while that is worth it: they have at least so many bytes each, and a field of
+#: Bytes of the largest content that protobuf is left to copy. A file is looked through for larger ones while a field of
 #: the graph takes as many on average.
-_LARGE = 1 << 12
+COPIED = 1 << 12
 
 
 def nesting(content: bytes | memoryview) -> int:
@@ -82,16 +82,16 @@ def without_contents(file: memoryview) -> tuple[bytes, dict[int, tuple[int, int]
     if len(graphs) != 1 or graphs[0].stop > len(file):
         return bytes(file), {}
     tensors, found = [], dict[int, tuple[int, int]]()
-    left, number = len(file) // _LARGE, 0
+    left, number = len(file) // COPIED, 0
     for field, begin, start, stop in _fields(file, graphs[0].start, graphs[0].stop):
         left -= 1
         if left < 0 or stop > graphs[0].stop:
             return bytes(file), {}
         if field != _INITIALIZER:
             continue
-        if stop - start > _LARGE:
+        if stop - start > COPIED:
             raw = [place for part, *place in _fields(file, start, stop) if part == _RAW_DATA]
-            if len(raw) == 1 and raw[0][2] - raw[0][1] > _LARGE and raw[0][2] <= stop:
+            if len(raw) == 1 and raw[0][2] - raw[0][1] > COPIED and raw[0][2] <= stop:
                 at, content, until = raw[0]
                 tensors.append(_Part(begin, start, stop, at, until, number))
                 found[number] = content, until - content
