@@ -211,7 +211,9 @@ class _Reader(Generic[G]):
             program.outputs.append(variable)
             source.outputs.append(_entry(variable, info))
         for info in graph.value_info:
-            source.value_info.append(_entry(program.var(info.name) if program.has_var(info.name) else None, info))
+            variable = program.find(info.name)
+            if variable is None or not _outdated(variable, info):
+                source.value_info.append(_entry(variable, info))
         return frame
 
     def _initializers(
@@ -313,6 +315,13 @@ class _Reader(Generic[G]):
             programs.append(inner.program)
         header = copy_without(attribute, ("g", "graphs"))
         attributes.set_graph(header, programs[0] if attribute.HasField("g") else programs)
+
+
+def _outdated(variable: Variable, info: onnx.ValueInfoProto) -> bool:
+    """Whether it gives an input, an output or an initializer another element type than these say themselves: converters
+    leave such entries behind, and onnxruntime passes over them."""
+    known = variable.dtype is not None and info.type.HasField("tensor_type")
+    return known and from_type_proto(info.type, info.name)[0] not in (None, variable.dtype)
 
 
 def _entry(variable: Variable | None, info: onnx.ValueInfoProto) -> Entry:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
 
 from amp_transpiler.errors import GraphError
@@ -230,3 +232,16 @@ def test_initializers_that_are_inputs_are_typed_with_the_whole_model(ir_version,
         "g (float[2] x, float[A] w) => (float[2] y) <float[2] w = {1.0, 2.0}> { y = Add (x, w) }"
     )
     assert types_of(model, monkeypatch) == types_of(model, monkeypatch, lambda program, nodes: None)
+
+
+@pytest.mark.parametrize("name", ["x", "w", "y"])
+def test_what_a_converter_left_behind_is_passed_over(name: str) -> None:
+    """Another element type for what says its own, as onnxconverter-common writes of outputs; onnxruntime takes it."""
+    model = text("""
+    <ir_version: 8, opset_import: ["" : 17]>
+    m (float[2] x) => (float[2] y) <float[2] w = {1, 2}> { y = Add(x, w) }""")
+    model.graph.value_info.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT16, [2]))
+    onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    program = Program.from_onnx(model)
+    assert program.var(name).dtype == "float32"
+    assert not program.to_onnx().graph.value_info
