@@ -52,8 +52,8 @@ def spectral(variable: Variable, uses: list[tuple[Operator, int]]) -> str:
 
 def _may_transform(op: Operator, slot: int, shape: tuple[object, ...]) -> bool:
     """Whether it may compute a Fourier transform: a convolution of one channel, a product that is squared then, be that
-    of matrices or of a convolution with the samples of a window as its channels."""
-    product = len(shape) == 2 and slot < 2
+    of matrices, which may be stacked, or of a convolution with the samples of a window as its channels."""
+    product = len(shape) in (2, 3) and slot < 2
     if op.type in ("Conv", "ConvTranspose"):
         if int(op.attrs.get("group", 1)) != 1:
             return False
@@ -67,7 +67,7 @@ def _is_fourier(variable: Variable, reader: str) -> bool:
     array = np.asarray(as_array(variable.data), np.float32)
     if reader in ("Conv", "ConvTranspose"):
         return _are_waves(array.reshape(array.shape[0], -1))
-    return _are_waves(array) or _are_waves(np.ascontiguousarray(array.T))
+    return any(_are_waves(m.reshape(-1, m.shape[-1])) for m in (array, np.ascontiguousarray(array.swapaxes(-1, -2))))
 
 
 def _are_waves(rows: np.ndarray) -> bool:

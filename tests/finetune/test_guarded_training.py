@@ -190,6 +190,20 @@ def test_a_basis_over_frames_that_are_channels_is_no_parameter() -> None:
     assert {v.name for v in found} == {"real", "imag", "w"}
 
 
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_stack_of_cosines_and_sines_is_no_parameter(learned: bool) -> None:
+    """A transform of real numbers as tf2onnx writes it."""
+    text = """<ir_version: 8, opset_import: ["" : 17]> net (float[8,128] x) => (float[65,8] y) {
+      along = Transpose <perm = [1, 0]> (x)  both = MatMul(stack, along)  re = Gather <axis = 0> (both, zero)
+      im = Gather <axis = 0> (both, one)  re2 = Pow(re, two)  im2 = Pow(im, two)  power = Add(re2, im2)
+      root = Sqrt(power)  y = MatMul(w, root)
+    }"""
+    rng, numbers = np.random.default_rng(0), {"zero": np.array(0), "one": np.array(1), "two": np.array(2.0)}
+    stack = rng.normal(0, 1, (2, 65, 128)) if learned else basis().reshape(2, 65, 128)
+    found = amp.Program.from_onnx(model(text, stack=stack, w=rng.normal(0, 1, (65, 65)), **numbers)).parameters
+    assert {v.name for v in found} == ({"stack", "w"} if learned else {"w"})
+
+
 def test_the_literal_lists_lose_the_spectrum() -> None:
     """What guards are for: without them the same model never makes a step."""
     losses, skipped = trained(prepared(audio("mul"), numeric_guards=False), labelled, sounds(5), "pure-fp16")
