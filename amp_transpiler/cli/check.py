@@ -7,6 +7,7 @@ import onnxruntime as ort
 
 from amp_transpiler.cli.terminal import printable
 from amp_transpiler.conversion.conversion_options import ConversionOptions
+from amp_transpiler.lists import NEWEST_OPSET
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.budget import check_budget, unbounded_optimizers, within
 
@@ -15,8 +16,8 @@ def check(output: str, program: Program, options: ConversionOptions) -> list[str
     """Print what was found; what failed, a sentence each.
 
     The file passes ``onnx.checker`` with full checks, or is refused for what the model itself is refused for, and
-    loads in onnxruntime on CPU (without bfloat16 alone: it has no such arithmetic there), and the verdict of the
-    conversion is met.
+    loads in onnxruntime on CPU (without bfloat16 alone: it has no such arithmetic there), or neither of them does, and
+    the verdict of the conversion is met.
     """
     with within(check_budget(program, options.time_budget, options.memory_budget)):
         failures = _unusable(output, program)
@@ -37,16 +38,29 @@ def _unusable(output: str, program: Program) -> list[str]:
     else:
         failures.append(f"onnx.checker refuses the file: {refused}")
     if program.conversion.dtype == "float16" and not any(v.dtype == "bfloat16" for v in program.variables):
-        settings = ort.SessionOptions()
-        settings.log_severity_level = 4
-        try:
-            ort.InferenceSession(
-                output, settings, providers=["CPUExecutionProvider"], disabled_optimizers=unbounded_optimizers()
-            )
+        unloaded = _unloaded(output)
+        if not unloaded:
             print("  check: onnxruntime loads it")
-        except Exception as error:  # onnxruntime raises classes of its own, without a common base
-            failures.append(f"onnxruntime does not load the file: {_first_line(error)}")
+        elif why := _unloaded(program.conversion.source):
+            print(f"  check: onnxruntime {ort.__version__} does not load the file, nor the model: {printable(why)}")
+            if program.opset() > NEWEST_OPSET:
+                print(f"  check: export the model at opset {NEWEST_OPSET} or before, or take a newer onnxruntime")
+        else:
+            failures.append(f"onnxruntime does not load the file: {unloaded}")
     return failures
+
+
+def _unloaded(path: str) -> str:
+    """Why onnxruntime does not load a file; empty where it does."""
+    settings = ort.SessionOptions()
+    settings.log_severity_level = 4
+    try:
+        ort.InferenceSession(
+            path, settings, providers=["CPUExecutionProvider"], disabled_optimizers=unbounded_optimizers()
+        )
+    except Exception as error:  # onnxruntime raises classes of its own, without a common base
+        return _first_line(error)
+    return ""
 
 
 def _refused(path: str) -> str:

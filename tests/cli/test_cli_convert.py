@@ -67,6 +67,21 @@ def test_convert_says_what_became_of_constants(model: Path, tmp_path: Path, caps
     assert precisions(tmp_path / "o.onnx")["decoder/s"] == "float32"
 
 
+@pytest.mark.parametrize("opset", [21, 28])
+def test_that_onnxruntime_loads_no_such_model_is_no_failure_of_the_file(
+    opset: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : {opset}, "mine" : 1]> net (float[2,2] x) => (float[2,2] y) '
+        "{ p = MatMul (x, x) y = mine.Twice (p) }"
+    )
+    onnx.save(made, tmp_path / "m.onnx")
+    status, out, err = run(capsys, "convert", tmp_path / "m.onnx", tmp_path / "o.onnx", "--check")
+    assert "does not load the file, nor the model" in out and "m.onnx" in out and ".amp_write" not in out
+    assert ("export the model at opset 26 or before, or take a newer onnxruntime" in out) == (opset == 28)
+    assert status == 3 and "the model does not run on a synthetic sample" in err and "load the file" not in err
+
+
 def test_a_search_shows_its_budget_of_runs_on_a_terminal(
     model: Path, sample: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
