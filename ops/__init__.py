@@ -3,6 +3,7 @@
 from amp_transpiler.ops import (
     activation,
     attention,
+    classical,
     contrib,
     conv,
     ctc,
@@ -52,6 +53,7 @@ __all__ = [
     "adagrad",
     "attention",
     "average",
+    "classical",
     "contrib",
     "conv",
     "ctc",
