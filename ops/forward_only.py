@@ -7,7 +7,6 @@ from amp_transpiler.ir.reasons import Kind
 
 # Signals, vision and pools.
 traits(
-    "AffineGrid",
     "BlackmanWindow",
     "DeformConv",
     "HammingWindow",

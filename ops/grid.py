@@ -11,9 +11,14 @@ import itertools
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
+from amp_transpiler.ir.decompose import Parts, decomposition
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.infer import constant_array
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import gradient, traits
+from amp_transpiler.ir.reasons import Kind
 from amp_transpiler.ops.common import Grads, size_of
 from amp_transpiler.ops.row_sums import added_rows
 
@@ -208,4 +213,26 @@ def _inside(e: Emitter, at: Value, size: int) -> Value:
     return e.cast(there, at.dtype)
 
 
+@decomposition("AffineGrid")
+def affine_grid(d: Parts, op: Operator, theta: Variable, size: Variable) -> list[Variable]:
+    """The places [-1, 1] of all elements, by theta [N, 2, 3] or [N, 3, 4]: to [N, H, W, 2] or [N, D, H, W, 3].
+
+    https://onnx.ai/onnx/operators/onnx__AffineGrid.html
+    """
+    rank = d.size(theta, 1)
+    known, y = constant_array(size), op.output(0)
+    if rank is None or y is None or (known is None and (y.shape is None or len(y.shape) != rank + 2)):
+        raise d.error("the size of its grid is not known")
+    sizes = [d.size(y, 1 + axis) for axis in range(rank)] if known is None else [int(n) for n in known[2:]]
+    if None in sizes:
+        raise d.error("the size of its grid is not fixed")
+    ends = d.whole("align_corners", 0)
+    axes = [np.linspace(-1, 1, n) if ends else (2 * np.arange(n) + 1) / n - 1 for n in sizes if n is not None]
+    places = np.stack([*reversed(np.meshgrid(*axes, indexing="ij")), np.ones([len(axis) for axis in axes])], -1)
+    with d.fp32(Kind.PLACES):
+        moved = d.MatMul(d.const(places.reshape(-1, rank + 1), theta.dtype), d.Transpose(theta, perm=[0, 2, 1]))
+        return [d.Reshape(moved, [0, *sizes, rank])]
+
+
+traits("AffineGrid")
 traits("GridSample", carries_large=True)

@@ -81,6 +81,7 @@ class Kind(Enum):
     STATISTICS = "statistics of a normalisation"
     ATTENTION = "softmax of an attention"
     FOURIER = "a Fourier transform"
+    PLACES = "places in an image"
     UNPROVED = "black list, and nothing proves that '{subject}' fits {detail}"
     AFTER = "after {subject}: {cause}"
     COUNTS = "integer-valued: it computes with the integers of '{subject}'"
