@@ -14,7 +14,7 @@ import onnx
 
 from amp_transpiler.ir.types import NAMES
 
-#: Attributes that set the element type of an output.
+#: Attributes that set the element type of an output. Where that is no float, those of the inputs are free.
 _TYPE_ATTRIBUTES = frozenset({"dtype", "to", "output_dtype", "output_datatype"})
 
 
@@ -53,7 +53,8 @@ def signature(type_: str, opset: int, domain: str) -> Signature | None:
         tuple(slot.type_str for slot in schema.outputs),
         frozenset(i for i, slot in enumerate(schema.outputs) if slot.option == optional),
         admits,
-        bool(_TYPE_ATTRIBUTES & set(schema.attributes)),
+        bool(_TYPE_ATTRIBUTES & set(schema.attributes))
+        and (not schema.inputs or any("float32" in admits[slot.type_str] for slot in schema.outputs)),
     )
 
 

@@ -68,6 +68,12 @@ CASES = {
         { g = Gather(w, i)  h = MatMul(x, w)  a = Add(g, h)  y = Relu(a) }""",
         {},
     ),
+    "quantised by a scale that is computed": (
+        """m (float[4] x) => (uint8[4] y) <float top = {255}>
+        { a = ReduceMax<keepdims=0>(x)  s = Div(a, top)  y = QuantizeLinear(x, s) }""",
+        {"s": "becomes an integer", "a": "becomes an integer", "y": "becomes an integer"},
+    ),
+    "quantised by a constant": ("m (float[4] x) => (uint8[4] y) <float s = {0.1}> { y = QuantizeLinear(x, s) }", {}),
     "inside a loop": (
         """m (int64 n, bool c, float[2] x) => (float[2] y)
         { y = Loop(n, c, x) <body = b (int64 i, bool ci, float[2] s) => (bool co, float[2] so)

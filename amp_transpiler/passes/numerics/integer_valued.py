@@ -4,8 +4,8 @@ Forwards, from integers that become floats: while an operator reads nothing but 
 counts. A comparison of them ends the chain; one with small integers is right in any format. Data that a model
 computes, and weights, end it too; so do sine and cosine, which bring integers into [-1, 1]. Sums of integer
 products (a quantised layer) leave float16 at once: the float that they become is not stored in 16 bit, before the
-scale brings it back. Backwards, from floats that become integers: elementwise
-arithmetic on the way to an index or a size.
+scale brings it back. Backwards, from floats that become integers: elementwise arithmetic on the way to an index or a
+size, or to what is quantised by a scale that is computed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def keep_integer_valued(program: Graph, constraints: Constraints) -> None:
 
     What an earlier conversion did to the program makes no difference. Linear in its size.
     """
-    if not any([op.type in _CASTS for op in program.walk()]):
+    if not any([op.type in _CASTS or op.type == "QuantizeLinear" for op in program.walk()]):
         return
     ops = [op for op in program.walk() if not inserted(op)]
     _forwards(ops, constraints)
@@ -103,6 +103,12 @@ def _operands(op: Operator) -> list[Variable]:
     return [v for slot, v in enumerate(op.inputs) if v is not None and is_float(v) and (not moved or moves(op, slot))]
 
 
+def _computes_scale(op: Operator) -> bool:
+    """Whether the scale by which it quantises comes of the data, as rounding decides about the integers then."""
+    scale = op.input(1)
+    return scale is not None and not is_constant(source(scale))
+
+
 def _is_number(variable: Variable) -> bool:
     """Whether it is a constant, and no weight."""
     return is_constant(variable) and math.prod(int(d or 0) for d in variable.shape or (0,)) <= _SMALL
@@ -134,6 +140,12 @@ def _backwards(ops: list[Operator], constraints: Constraints) -> None:
             read, made = op.input(0), op.output(0)
             if read is not None and read.dtype in FLOATS and made is not None and made.dtype in _TARGETS:
                 becomes.setdefault(source(read), made.name)
+            continue
+        if name == "QuantizeLinear" and _computes_scale(op):
+            made = op.outputs[0]
+            assert made is not None
+            constraints.keep(op, Reason(Kind.BECOMES_INTEGER, made.name))
+            becomes.update((source(v), made.name) for v in op.inputs[:2] if v is not None)
             continue
         if not becomes:
             continue
