@@ -94,6 +94,8 @@ def contrib_types(op: Operator) -> list[tuple[str | None, Shape | None]] | None:
         rule = (0,) * len(op.outputs)
     elif op.type in _BY_OUTPUT:
         rule = _BY_OUTPUT[op.type]
+    elif op.type == "QGemm":  # a float, unless it quantises its result
+        rule = ("float32",) if op.input(8) is None else (8,)
     else:
         return None
     types: list[tuple[str | None, Shape | None]] = []
