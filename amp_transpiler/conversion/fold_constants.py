@@ -86,7 +86,10 @@ def fold(program: Graph, names: frozenset[str] = frozenset(), keep: frozenset[Op
         if not branches:
             break
         annotate(program)
-    return before - _count(program)
+    gone = before - _count(program)
+    if gone:
+        annotate(program)  # what is a constant now may tell sizes
+    return gone
 
 
 def _count(program: Graph) -> int:

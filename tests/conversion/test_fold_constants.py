@@ -57,6 +57,21 @@ def test_a_shape_that_becomes_known_behind_a_reshape_is_known_there() -> None:
     assert types(converted(text)) == ["Reshape", "Reshape"]
 
 
+def test_sizes_that_folding_tells_are_known_when_precision_is_decided() -> None:
+    """As Paddle writes the first state of a recurrent layer. They were known to a second conversion alone, which changed
+    what the first had decided."""
+    text = """(float[N, 6] x) => (float[4, M, 12] y)
+        <float[1] none = {0.5}, int64[1] four = {4}, int64[1] twelve = {12}, int64[1] zero = {0}, int64[1] one = {1}> {
+        s = Shape(x)  n = Slice(s, zero, one)  to = Concat<axis = 0>(four, n, twelve)  same = Identity(to)
+        wide = Expand(none, same)  y = Sigmoid(wide)
+    }"""
+    program = amp.convert(model(text))
+    shape = program.var("wide").shape
+    assert shape is not None and (shape[0], shape[2]) == (4, 12)
+    once = program.to_onnx()
+    assert amp.convert(once).to_onnx().SerializeToString() == once.SerializeToString()
+
+
 def test_the_branch_that_a_constant_takes_stands_for_the_if() -> None:
     text = """(float[2, 3] x) => (float[2, 3] y) <int64 two = {2}, int64 zero = {0}> {
         s = Shape(x)  n = Gather(s, zero)  c = Equal(n, two)
