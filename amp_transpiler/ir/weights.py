@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 
 from amp_transpiler.ir.angles import turns
+from amp_transpiler.ir.even_places import places
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
@@ -56,6 +57,8 @@ def not_a_weight(variable: Variable) -> str:
         return "the frequencies of an angle"
     if turns(variable):
         return "cosines and sines of angles"
+    if not (_are_rates(uses) or any(_is_bias(op, slot) for op, slot in uses)) and places(variable):
+        return "places at even distances"
     if _is_canvas(variable, shape):
         return "what others are written into"
     if len(shape) > 1 and uses and all(traits_of(op).elementwise for op, _ in uses) and _is_choice(variable):
@@ -78,6 +81,11 @@ def _is_layer(op: Operator, slot: int) -> bool:
         return True
     other = op.inputs[1 - slot] if op.type == "Add" and slot < 2 else None
     return other is not None and other.producer is not None and other.producer.type == "MatMul"
+
+
+def _is_bias(op: Operator, slot: int) -> bool:
+    """Whether an operator reads its bias in this slot."""
+    return (slot > 1 or op.type == "Add") and _is_layer(op, slot)
 
 
 def _is_number(op: Operator, slot: int) -> bool:
@@ -129,6 +137,14 @@ def _feeds_angles(uses: list[tuple[Operator, int]]) -> bool:
         return False
     made = [use for op, _ in uses for out in op.outputs[:1] if out is not None for use in _uses(out, _HOPS)]
     return bool(made) and all(traits_of(op).periodic for op, _ in made)
+
+
+def _are_rates(uses: list[tuple[Operator, int]]) -> bool:
+    """Whether they are multiplied with times and become exponents: a state-space layer begins with 1, 2, 3, … there."""
+    made = [op.output(0) for op, _ in uses if op.type == "Mul"]
+    return len(made) == len(uses) > 0 and any(
+        reader.type == "Exp" for v in made if v is not None for reader, _ in v.readers
+    )
 
 
 def _is_canvas(variable: Variable, shape: tuple[int, ...]) -> bool:

@@ -168,3 +168,45 @@ def test_a_pattern_brings_in_no_number() -> None:
     assert amp.prepare_training(made, trainable=["*"]).trainable == ("w",)
     with pytest.raises(amp.AmpError, match=r"trainable: pattern 'scal\?' matches no parameter"):
         amp.prepare_training(made, trainable=["scal?"])
+
+
+X, Y = np.meshgrid(np.arange(5, dtype=np.float32), np.arange(6, dtype=np.float32))
+PLACES = {
+    "a line": np.arange(16, dtype=np.float32).reshape(1, 16, 1, 1),
+    "a line in fp16": np.linspace(1, -1, 31).astype(np.float16),
+    "one coordinate": Y * 8 + 4,
+    "coordinates last": np.stack([X, Y, np.ones_like(X)], -1).reshape(30, 3, 1),
+    "coordinates first": np.stack([X, Y])[None],
+}
+NO_PLACES = {
+    "few": np.arange(4, dtype=np.float32),
+    "no order": np.tile(np.arange(4, dtype=np.float32), 4),
+    "two levels": np.repeat(np.array([1, 3], np.float32), 8).reshape(4, 4),
+    "counted": np.arange(16, dtype=np.float32).reshape(4, 4),
+    "distances": np.arange(8, dtype=np.float32) - np.arange(8, dtype=np.float32)[:, None],
+    "a filter": np.array([[-1, 0, 1], [-2, 0, 2], [-1, 0, 1]], np.float32),
+    "zeros": np.zeros(768, np.float32),
+    "numbers": np.random.default_rng(0).standard_normal((64, 3)).astype(np.float32),
+    "not even": (np.arange(16, dtype=np.float32) / 15) ** 1.1,
+    "infinite": np.array([0] * 8 + [np.inf], np.float32),
+}
+
+
+@pytest.mark.parametrize("name", [*PLACES, *NO_PLACES])
+def test_places_at_even_distances_are_not_trained(name: str) -> None:
+    content = {**PLACES, **NO_PLACES}[name]
+    kind = "float16" if content.dtype == np.float16 else "float"
+    made = program(f"net ({kind} x) => ({kind} y) {{ y = Add (x, c) }}", c=content)
+    assert reasons(made, "c") == ["places at even distances" if name in PLACES else ""]
+
+
+@pytest.mark.parametrize("reads", ["m = MatMul (x, w) y = Add (m, c)", "y = Gemm (x, w, c)"])
+def test_a_bias_may_be_counted(reads: str) -> None:
+    contents = {"w": np.ones((4, 8), np.float32), "c": np.arange(8, dtype=np.float32)}
+    assert reasons(program(f"net (float[2,4] x) => (float[2,8] y) {{ {reads} }}", **contents), "c") == [""]
+
+
+def test_the_rates_that_a_state_space_layer_begins_with_are_trained() -> None:
+    rates = np.broadcast_to(-np.arange(1, 17, dtype=np.float32), (4, 16)).copy()
+    made = program("net (float[4,16] x) => (float[4,16] y) { t = Mul (x, c) y = Exp (t) }", c=rates)
+    assert reasons(made, "c") == [""]
