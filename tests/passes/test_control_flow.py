@@ -165,6 +165,7 @@ def test_a_loop_whose_counters_decide_unrolls_and_trains() -> None:
         (("last_out = Identity(last_in)", "last_out = Identity(c_in)"), 3),
         (("soon = Cast <to = 1> (i)", "soon = ReduceMax <keepdims = 0> (h_in)"), None),  # data decide
         (("float {4.0}", "float {1e9}"), 3),
+        (("soon = Cast <to = 1> (i)", "soon = RandomUniformLike(real)"), None),
         (("And(first, second)", "Not(never)\n never = Cast <to = 9> (zero)"), None),  # no end
     ],
 )

@@ -14,8 +14,8 @@ from amp_transpiler.ir.infer import constant_array, fold
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
 
-#: What makes one number of one number and is not elementwise.
-_ONE_OF_ONE = frozenset({"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
+#: What is not elementwise and makes one number of one number.
+_MOVERS = frozenset({"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
 
 
 def trip_count(op: Operator, known: Callable[[Variable], np.ndarray | None], most: int) -> int | None:
@@ -26,7 +26,7 @@ def trip_count(op: Operator, known: Callable[[Variable], np.ndarray | None], mos
     body: Graph = op.attrs["body"]
     limit, start = ((None if v is None else known(v)) for v in op.inputs[:2])
     found = _deciding(body)
-    if found is None or (op.input(0) and limit is None) or (op.input(1) and start is None):
+    if found is None or any(v and (a is None or a.size != 1) for v, a in zip(op.inputs, (limit, start), strict=False)):
         return None
     operators, states, leaves = found
     fixed = {v: constant_array(v) if v.outer is None else known(v.outer) for v in leaves}
@@ -73,9 +73,15 @@ def _deciding(body: Graph) -> tuple[list[Operator], dict[Variable, Variable], li
             pending.append(follows[variable])
         elif maker is None or maker.type == "Constant":
             leaves.append(variable)
-        elif maker.domain or not (traits_of(maker).elementwise or maker.type in _ONE_OF_ONE):
+        elif maker.domain or not _one_of_one(maker):
             return None
         else:
             makers.add(maker)
             pending += [v for v in maker.inputs if v is not None]
     return [op for op in body.operators if op in makers], states, leaves
+
+
+def _one_of_one(op: Operator) -> bool:
+    """Whether it makes one number of single numbers, and the same each time."""
+    traits = traits_of(op)
+    return len(op.outputs) == 1 and not traits.random and (traits.elementwise or op.type in _MOVERS)
