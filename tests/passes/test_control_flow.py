@@ -178,6 +178,21 @@ def test_how_often_a_while_without_a_trip_count_runs(change: tuple[str, str], tr
     assert (sum(op.type == "Tanh" for op in program.operators) if unrolled else None) == trips
 
 
+def test_a_number_of_the_turn_that_is_a_vector_unrolls() -> None:
+    """As tf2onnx crops each box of an image."""
+    text = """
+    net (float[3,4] x) => (float[K,1,4] y) <int64 n = {3}, bool yes = {1}, int64[1] one = {1}, int64[1] zero = {0},
+      float[4,4] w = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16}> {
+      y = Loop (n, yes) <body = turn (int64[1] i, bool[1] on) => (bool[1] go, float[1,4] row) {
+        go = Identity(on)  next = Add(i, one)  part = Slice(x, i, next, zero)  row = MatMul(part, w) }>
+    }"""
+    x = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    program = load(text)
+    assert expand_control_flow(program)
+    (y,) = run(program, {"x": x}, "y")
+    np.testing.assert_allclose(y[:, 0], x @ np.arange(1, 17, dtype=np.float32).reshape(4, 4), rtol=1e-5)
+
+
 def test_a_scan_unrolls_and_trains() -> None:
     rng = np.random.default_rng(1)
     feed = {"x": rng.normal(size=(4, 2, 3)).astype(np.float32), "h0": rng.normal(size=(2, 3)).astype(np.float32)}

@@ -205,10 +205,11 @@ def _unroll_loop(op: Operator, env: _Known) -> bool:
     if not _fits(body, trips, env) or (trips == 0 and any(v is not None for v in op.outputs[len(states) :])):
         return False
     program, shared = op.program, _shared(body, op.program, op.label)
-    going = program.add_constant(f"{op.label}/going_on", np.array(True))
+    going = program.add_constant(f"{op.label}/going_on", _as_declared(body.inputs[1], np.array(True)))
     rows: list[list[Variable]] = [[] for _ in range(scanned)]
     for trip in range(trips):
-        count = program.add_constant(f"{op.label}/{trip}/count", np.array(trip, np.int64))
+        number = _as_declared(body.inputs[0], np.array(trip, np.int64))
+        count = program.add_constant(f"{op.label}/{trip}/count", number)
         given = shared | dict(zip(body.inputs, [count, going, *states], strict=True))
         made = insert_graph(body, program, given, f"{op.label}/{trip}", env.names)[1:]
         states = made[: len(states)]
@@ -220,6 +221,11 @@ def _unroll_loop(op: Operator, env: _Known) -> bool:
     ]
     _replace(op, [*states, *stacked])
     return True
+
+
+def _as_declared(variable: Variable, number: np.ndarray) -> np.ndarray:
+    """A number as a loop's body takes it: TensorFlow's exporter wants vectors of one, which onnxruntime gives it."""
+    return number.reshape(1) if variable.shape == (1,) else number
 
 
 def _unroll_scan(op: Operator, env: _Known) -> bool:
