@@ -13,10 +13,10 @@ import numpy as np
 import onnx
 
 from amp_transpiler.ir.angles import turns
-from amp_transpiler.ir.even_places import places
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
+from amp_transpiler.ir.places import places
 from amp_transpiler.ir.spectra import spectral
 from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.ir.types import FLOATS
@@ -58,7 +58,7 @@ def not_a_weight(variable: Variable) -> str:
     if turns(variable):
         return "cosines and sines of angles"
     if not (_are_rates(uses) or any(_is_bias(op, slot) for op, slot in uses)) and places(variable):
-        return "places at even distances"
+        return "places"
     if _is_canvas(variable, shape):
         return "what others are written into"
     if len(shape) > 1 and uses and all(traits_of(op).elementwise for op, _ in uses) and _is_choice(variable):

@@ -1,0 +1,71 @@
+"""Constants that are places: numbers that count up, alone or as the coordinates of grids.
+
+Exporters compute the places of pixels and anchors, and what a sampling grid is made from, where sizes are fixed. No
+layer learns numbers that count up, and begin again.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from amp_transpiler.ir.infer import static
+from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.ir.tensors import as_array
+
+#: How far a step may be from the others, as a share: grids are kept in 16 bit too.
+_OFF = 0.02
+#: Numbers from which on they are looked at, and up to which.
+_FEW, _LARGE = 8, 1 << 24
+#: The most coordinates of a place (of a volume, and the one that shifts), and steps: those of grids that were joined.
+_COORDINATES, _STEPS = 4, 6
+
+
+def places(variable: Variable) -> bool:
+    """Whether a tensor with content holds places: of a line, or of grids, with the coordinates first or last."""
+    shape = static(variable.shape)
+    if not shape or not _FEW <= math.prod(shape) <= _LARGE:
+        return False
+    array = as_array(variable.data)
+    if not _begins_even(array):
+        return False
+    array = array.squeeze()
+    return _counts(array) or any(
+        1 < array.shape[axis] <= _COORDINATES < array.size
+        and all(_counts(one) or bool((one == 1).all()) for one in np.moveaxis(array, axis, 0))
+        for axis in (0, -1)
+    )
+
+
+def _begins_even(array: np.ndarray) -> bool:
+    """Whether the first numbers along each axis, but one of coordinates, may be places. Few weights begin so."""
+    begin, step = float(array.item(0)), array.size
+    if not math.isfinite(begin) or begin == array.item(array.size - 1):
+        return False
+    for size in array.shape:
+        step //= size
+        if size > _COORDINATES:
+            one, two = float(array.item(step)) - begin, float(array.item(2 * step)) - begin
+            if not abs(two - 2 * one) <= _OFF * abs(one):
+                return False
+    return True
+
+
+def _counts(array: np.ndarray) -> bool:
+    """Whether each number is the one before, or a step on, or the first again; three at least, of a grid some again."""
+    if array.size < _FEW:
+        return False
+    numbers = array.reshape(-1).astype(np.float64) - float(array.item(0))
+    steps = np.diff(numbers)
+    unit = next(iter(steps[steps != 0]), 0.0)
+    if not math.isfinite(unit) or not unit:
+        return False
+    levels, steps = numbers[1:] / unit, steps / unit
+    on = steps[(np.abs(levels) > _OFF) & (np.abs(steps) > _OFF)].round(1)
+    return bool(
+        0 < len(np.unique(on)) <= _STEPS
+        and (on > 0).all()
+        and levels.max() > 1 + _OFF
+        and (array.ndim == 1 or on.size < steps.size)
+    )
