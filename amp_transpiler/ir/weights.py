@@ -13,10 +13,10 @@ import numpy as np
 import onnx
 
 from amp_transpiler.ir.angles import turns
+from amp_transpiler.ir.counted import places
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
-from amp_transpiler.ir.places import places
 from amp_transpiler.ir.spectra import spectral
 from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.ir.types import FLOATS
@@ -57,7 +57,7 @@ def not_a_weight(variable: Variable) -> str:
         return "the frequencies of an angle"
     if turns(variable):
         return "cosines and sines of angles"
-    if not (_are_rates(uses) or any(_is_bias(op, slot) for op, slot in uses)) and places(variable):
+    if not (_are_rates(uses) or any(_is_of_channels(op, slot) for op, slot in uses)) and places(variable):
         return "places"
     if _is_canvas(variable, shape):
         return "what others are written into"
@@ -83,9 +83,10 @@ def _is_layer(op: Operator, slot: int) -> bool:
     return other is not None and other.producer is not None and other.producer.type == "MatMul"
 
 
-def _is_bias(op: Operator, slot: int) -> bool:
-    """Whether an operator reads its bias in this slot."""
-    return (slot > 1 or op.type == "Add") and _is_layer(op, slot)
+def _is_of_channels(op: Operator, slot: int) -> bool:
+    """Whether an operator reads its bias or scale in this slot, one number a channel."""
+    read = op.inputs[slot]
+    return _is_layer(op, slot) and not traits_of(op).lookup and read is not None and len(read.shape or ()) == 1
 
 
 def _is_number(op: Operator, slot: int) -> bool:

@@ -185,6 +185,7 @@ NO_PLACES = {
     "no order": np.tile(np.array([0, 2, 1, 3], np.float32), 4),
     "two levels": np.repeat(np.array([1, 3], np.float32), 8).reshape(4, 4),
     "counted": np.arange(16, dtype=np.float32).reshape(4, 4),
+    "counted in columns": np.arange(16, dtype=np.float32).reshape(8, 2),
     "distances": np.arange(8, dtype=np.float32) - np.arange(8, dtype=np.float32)[:, None],
     "a filter": np.array([[-1, 0, 1], [-2, 0, 2], [-1, 0, 1]], np.float32),
     "zeros": np.zeros(768, np.float32),
@@ -204,8 +205,11 @@ def test_places_are_not_trained(name: str) -> None:
     assert reasons(made, "c") == ["places" if name in PLACES else ""]
 
 
-@pytest.mark.parametrize("reads", ["m = MatMul (x, w) y = Add (m, c)", "y = Gemm (x, w, c)"])
-def test_a_bias_may_be_counted(reads: str) -> None:
+@pytest.mark.parametrize(
+    "reads",
+    ["m = MatMul (x, w) y = Add (m, c)", "y = Gemm (x, w, c)", "m = MatMul (x, w) y = LayerNormalization (m, c)"],
+)
+def test_a_bias_or_a_scale_may_be_counted(reads: str) -> None:
     contents = {"w": np.ones((4, 8), np.float32), "c": np.arange(8, dtype=np.float32)}
     assert reasons(program(f"net (float[2,4] x) => (float[2,8] y) {{ {reads} }}", **contents), "c") == [""]
 

@@ -31,11 +31,17 @@ def places(variable: Variable) -> bool:
     if not _begins_even(array):
         return False
     array = array.squeeze()
-    return _counts(array) or any(
-        1 < array.shape[axis] <= _COORDINATES < array.size
-        and all(_counts(one) or bool((one == 1).all()) for one in np.moveaxis(array, axis, 0))
-        for axis in (0, -1)
+    if array.ndim == 1:
+        return _counts(array) > 0
+    return _counts(array) > 1 or any(
+        1 < array.shape[axis] <= _COORDINATES and _are_coordinates(np.moveaxis(array, axis, 0)) for axis in (0, -1)
     )
+
+
+def _are_coordinates(arrays: np.ndarray) -> bool:
+    """Whether each counts, or is one everywhere, and some number again: most made-up matrices count as well."""
+    found = [2 if (one == 1).all() else _counts(one) for one in arrays]
+    return 0 not in found and 2 in found
 
 
 def _begins_even(array: np.ndarray) -> bool:
@@ -52,20 +58,18 @@ def _begins_even(array: np.ndarray) -> bool:
     return True
 
 
-def _counts(array: np.ndarray) -> bool:
-    """Whether each number is the one before, or a step on, or the first again; three at least, of a grid some again."""
+def _counts(array: np.ndarray) -> int:
+    """1 where each number, of three at least, is a step on from the one before; 2 where some are the same as before, or
+    the first again; else 0."""
     if array.size < _FEW:
-        return False
+        return 0
     numbers = array.reshape(-1).astype(np.float64) - float(array.item(0))
     steps = np.diff(numbers)
     unit = next(iter(steps[steps != 0]), 0.0)
     if not math.isfinite(unit) or not unit:
-        return False
+        return 0
     levels, steps = numbers[1:] / unit, steps / unit
     on = steps[(np.abs(levels) > _OFF) & (np.abs(steps) > _OFF)].round(1)
-    return bool(
-        0 < len(np.unique(on)) <= _STEPS
-        and (on > 0).all()
-        and levels.max() > 1 + _OFF
-        and (array.ndim == 1 or on.size < steps.size)
-    )
+    if not (on > 0).all() or len(np.unique(on)) > _STEPS or levels.max() <= 1 + _OFF:
+        return 0
+    return 1 if on.size == steps.size else 2
