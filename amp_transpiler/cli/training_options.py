@@ -71,7 +71,10 @@ def add_training_options(parser: argparse.ArgumentParser, without: Collection[st
         "its operators allow it",
         type=number,
     )
-    many("--trainable", "PATTERN", "parameters to train, by name or by the operator that reads them (default: all)")
+    trained = (
+        "parameters to train, by name or by the operator that reads them (default: all); numbers by their own name"
+    )
+    many("--trainable", "PATTERN", trained)
     many("--freeze", "PATTERN", "parameters to leave unchanged")
     many("--dropout", "PATTERN=RATE", "insert a Dropout behind each operator that matches")
     many("--value", "INPUT=NUMBER", "inputs to replace by a constant", dest="values")
