@@ -32,6 +32,12 @@ def few_rows(e: Emitter, gradient: Value | None, chunks: int) -> tuple[Value, Va
     return found
 
 
+def unscaled_rows(e: Emitter, gradient: Value, found: tuple[Value, Value], inverse: Value) -> tuple[Value, Value]:
+    """The rows ``found`` within a gradient once it is unscaled: their numbers, and their sums times ``inverse``."""
+    rows, totals, _ = _merged(e, *found, math.prod(size_of(gradient)))
+    return rows, e.Mul(totals, e.cast(inverse, totals.dtype))
+
+
 def by_chunks_with_rows(
     e: Emitter, found: tuple[Value, Value], states: Sequence[Value], write: Callable[..., Sequence[Value]]
 ) -> list[Value]:

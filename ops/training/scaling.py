@@ -24,8 +24,10 @@ from typing import Any
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator, Shape
 from amp_transpiler.ir.opdef import Slots, lowering_rule, own
+from amp_transpiler.ops.row_sums import remember_rows
 from amp_transpiler.ops.training.all_reduce import ALL_REDUCE
 from amp_transpiler.ops.training.exchange import exchanged
+from amp_transpiler.ops.training.few_rows import few_rows, unscaled_rows
 from amp_transpiler.ops.training.remaining import without_remaining
 from amp_transpiler.ops.training.rows import alone, joined, parts, rows_of
 
@@ -185,7 +187,8 @@ def _check_finite_and_unscale(e: Emitter, op: Operator, scale: Value, *grads: Va
     Of fp16 gradients in a flat tensor, and of large ones on CPU, the mean of the scaled ones is looked at, with the
     inverse scale beside it. The mean is finite where they are: their sum in fp32, inside the kernel, stays below 2**16
     times their number. An unscaled one is finite then unless the inverse is above 2**111, which counts as infinite. Of
-    fp32 ones it is the sum of magnitudes, unscaled: no two large ones cancel. Updates take them as they were.
+    fp32 ones it is the sum of magnitudes, unscaled: no two large ones cancel. Updates take them as they were. Of a
+    table of which few rows were looked up it is the sum of these: elsewhere the gradient is zero, and is not made.
 
     Where each rank looks at gradients of its own (``over_ranks``), found_inf is that of any.
 
@@ -203,7 +206,11 @@ def _check_finite_and_unscale(e: Emitter, op: Operator, scale: Value, *grads: Va
         wide = e.cast(raw, master_type(raw.dtype))
         new = e.op("Mul", wide, e.cast(inverse, wide.dtype), shape=wide.shape)
         large = e.at.host and math.prod(raw.shape or ()) in _LARGE
-        if (rows.shapes or large) and raw.dtype in ("float16", "float32"):
+        found = few_rows(e, given[0], rows.chunks)
+        few = None if found is None else unscaled_rows(e, given[0], found, inverse)
+        if few is not None:
+            total = e.cast(e.reduce_sum(few[1]), "float32")
+        elif (rows.shapes or large) and raw.dtype in ("float16", "float32"):
             e.shared[before_unscaling(new)] = (raw, inverse)
             if raw.dtype == "float16":
                 total = e.cast(e.op("ReduceMean", raw, keepdims=0, shape=()), "float32")
@@ -215,7 +222,7 @@ def _check_finite_and_unscale(e: Emitter, op: Operator, scale: Value, *grads: Va
             total = e.cast(e.reduce_sum(new), "float32")
         zeros.append(e.op("Mul", total, e.like(0, total), shape=()))
         for number, was, part in zip(rows.numbers, given, parts(e, rows, new), strict=True):
-            unscaled[number] = part
+            unscaled[number] = part if few is None else remember_rows(e, part, *few)
             if rows.shapes and before_unscaling(new) in e.shared:
                 e.shared[alone(part)] = (was, inverse)
     found_inf = e.IsNaN(zeros[0] if len(zeros) == 1 else e.op("Sum", *zeros, shape=()), shape=())

@@ -11,7 +11,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.ir.control import every_node
 from amp_transpiler.nn import functional as F
-from amp_transpiler.ops.training import few_rows, update
+from amp_transpiler.ops.training import few_rows, scaling, update
 from tests.helpers.places import change_place
 
 ROWS, WIDTH, IDS = 60, 7, 6
@@ -56,6 +56,8 @@ def trained(optimizer: Any, steps: list[np.ndarray], sparse: bool = False, bad: 
     main, startup, loss = built(optimizer, len(steps[0]), sparse)
     scope, exe = amp.Scope(), amp.Executor(amp.CPUPlace(), threads=1)
     exe.run(startup, scope=scope)
+    if hasattr(optimizer, "amp_init"):
+        optimizer.amp_init(amp.CPUPlace(), scope=scope)
     for number, ids in enumerate(steps):
         y = np.random.default_rng(number).normal(size=(len(ids), 3)).astype(np.float32)
         if number == bad:
@@ -67,7 +69,8 @@ def trained(optimizer: Any, steps: list[np.ndarray], sparse: bool = False, bad: 
 
 def whole(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) -> dict[str, bytes]:
     with monkeypatch.context() as changes:
-        changes.setattr(update, "few_rows", lambda e, gradient, chunks: None)
+        for reader in (scaling, update):
+            changes.setattr(reader, "few_rows", lambda e, gradient, chunks: None)
         return trained(*args, **options)
 
 
@@ -77,6 +80,19 @@ def test_a_step_is_that_of_the_whole_gradient(name: str, sparse: bool, monkeypat
     for steps in (STEPS, [ids[:1] for ids in STEPS]):
         found = trained(OPTIMIZERS[name](), steps, sparse)
         assert found == whole(monkeypatch, OPTIMIZERS[name](), steps, sparse)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("pure", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_checked_step_too(name: str, pure: bool, sparse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def scaled() -> Any:
+        made = OPTIMIZERS[name]()
+        made.multi_precision = True
+        return amp.decorate(made, use_pure_fp16=pure, use_fp16_guard=False, init_loss_scaling=128.0)
+
+    for steps, bad in ((STEPS, 1), ([ids[:1] for ids in STEPS], -1)):
+        assert trained(scaled(), steps, sparse, bad) == whole(monkeypatch, scaled(), steps, sparse, bad)
 
 
 def test_what_is_not_finite_stays_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +107,13 @@ def sizes(main: Any) -> list[int]:
     graph = onnx.shape_inference.infer_shapes(main.lower(amp.CPUPlace()).model).graph
     made = {name for node in graph.node if node.op_type not in ("Scan", "Reshape") for name in node.output}
     return [np.prod([d.dim_value for d in v.type.tensor_type.shape.dim]) for v in graph.value_info if v.name in made]
+
+
+@pytest.mark.parametrize("pure", [False, True])
+def test_nor_where_it_is_checked(pure: bool) -> None:
+    made = amp.decorate(amp.optimizer.Adam(0.01, multi_precision=True), use_pure_fp16=pure, use_fp16_guard=False)
+    main, _, _ = built(made)
+    assert max(sizes(main)) < ROWS * WIDTH
 
 
 def test_no_gradient_of_the_whole_table_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
