@@ -12,12 +12,12 @@ import numpy as np
 
 from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Variable
-from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.ir.tensors import LOOKED_THROUGH, as_array
 
 #: How far a step may be from the others, as a share: grids are kept in 16 bit too.
 _OFF = 0.02
-#: Numbers from which on they are looked at, and up to which.
-_FEW, _LARGE = 8, 1 << 24
+#: Numbers from which on they are looked at.
+_FEW = 8
 #: The most coordinates of a place (of a volume, and the one that shifts), and steps: those of grids that were joined.
 _COORDINATES, _STEPS = 4, 6
 
@@ -25,7 +25,7 @@ _COORDINATES, _STEPS = 4, 6
 def places(variable: Variable) -> bool:
     """Whether a tensor with content holds places: of a line, or of grids, with the coordinates first or last."""
     shape = static(variable.shape)
-    if not shape or not _FEW <= math.prod(shape) <= _LARGE:
+    if not shape or not _FEW <= math.prod(shape) <= LOOKED_THROUGH:
         return False
     array = as_array(variable.data)
     if not _begins_even(array):

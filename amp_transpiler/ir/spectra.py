@@ -14,15 +14,13 @@ import numpy as np
 from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
-from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.ir.tensors import LOOKED_THROUGH, as_array
 
 #: Samples of a window from which on a Fourier transform is looked for.
 _SAMPLES = 16
 #: Share of the rows that have to be the frequency of their place, and of the zeros in a bank of filters.
 _SHARE = 0.9
 _ZEROS = 0.75
-#: Elements up to which contents are looked through.
-_LARGE = 1 << 24
 _HOPS = 4
 #: What Fourier transforms and filter banks are written with, beside convolutions.
 _PRODUCTS = frozenset({"MatMul", "Gemm"})
@@ -34,7 +32,7 @@ def spectral(variable: Variable, uses: list[tuple[Operator, int]]) -> str:
     """As what constant of a spectrum a tensor with content is used: "a window", "a Fourier basis", "a filter bank"; or
     ""."""
     shape = static(variable.shape)
-    if not shape or not uses or math.prod(shape) > _LARGE:
+    if not shape or not uses or math.prod(shape) > LOOKED_THROUGH:
         return ""
     if all(op.type == "Mul" and not op.domain and _meets_fourier(op.output(0)) for op, _ in uses):
         return "a window"
@@ -77,7 +75,7 @@ def _are_waves(rows: np.ndarray) -> bool:
     """
     count, samples = rows.shape
     if (
-        rows.size > _LARGE
+        rows.size > LOOKED_THROUGH
         or samples < _SAMPLES
         or count < samples // 2
         or count > 2 * samples

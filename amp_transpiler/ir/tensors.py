@@ -18,6 +18,8 @@ from amp_transpiler.ir.wire import COPIED
 
 #: Tensors up to this many elements keep their content where weights are stripped: shape arithmetic needs it.
 SMALL = 1024
+#: Elements up to which contents are looked through for what they are: places, a mask, a window.
+LOOKED_THROUGH = 1 << 24
 #: Elements of the pieces in which large content is read and converted.
 CHUNK = 1 << 22
 

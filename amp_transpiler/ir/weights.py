@@ -18,7 +18,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.spectra import spectral
-from amp_transpiler.ir.tensors import as_array, tensor_type
+from amp_transpiler.ir.tensors import LOOKED_THROUGH, as_array, tensor_type
 from amp_transpiler.ir.types import FLOATS
 
 #: What :func:`not_a_weight` says of a running mean or variance: no weight, but it changes in training.
@@ -27,8 +27,6 @@ STATISTICS = "statistics"
 _MASKED = frozenset({"Add", "Sub", "Where", "Min", "Max", "Mul", "Attention", "MultiHeadAttention"})
 #: A number that no trained weight has, and every mask has: what a masked score gets is at least this far below 0.
 _MASK = -1e4
-#: Elements up to which a tensor is looked through for a mask.
-_LARGE = 1 << 24
 #: What writes into a tensor of one number, or makes a mask of it.
 _FILLED = frozenset({"Scatter", "ScatterElements", "ScatterND", "TensorScatter", "Trilu", "Pad"})
 #: Elements that are looked at first.
@@ -151,7 +149,7 @@ def _are_rates(uses: list[tuple[Operator, int]]) -> bool:
 def _is_canvas(variable: Variable, shape: tuple[int, ...]) -> bool:
     """Whether it is one number everywhere, and only written over, bordered or cut to a triangle: a sum to begin with, a
     mask of ones. No layer does that with its weights, and one that has just been made may be one number everywhere."""
-    if math.prod(shape) > _LARGE or not _is_filled(variable.readers, _HOPS):
+    if math.prod(shape) > LOOKED_THROUGH or not _is_filled(variable.readers, _HOPS):
         return False
     return _is_all(variable, as_array(variable.data).reshape(-1)[0])
 
@@ -170,7 +168,7 @@ def _joins_scores(op: Operator) -> bool:
 def _is_choice(variable: Variable) -> bool:
     """Whether it holds zeros and ones, of both some, and nothing else."""
     array = as_array(variable.data)
-    if array.size > _LARGE or not np.isin(array.reshape(-1)[:_FIRST], (0, 1)).all():
+    if array.size > LOOKED_THROUGH or not np.isin(array.reshape(-1)[:_FIRST], (0, 1)).all():
         return False
     ones = array == 1
     return bool(ones.any() and not ones.all() and (ones | (array == 0)).all())
@@ -190,7 +188,7 @@ def _is_of_groups(op: Operator) -> bool:
 
 def _is_start(variable: Variable, shape: tuple[int, ...]) -> bool:
     """Whether it is one number for every example of a batch, as a state of zeros is before the first step."""
-    if len(shape) < 3 or shape[0] < 2 or math.prod(shape[1:]) < 2 or math.prod(shape) > _LARGE:
+    if len(shape) < 3 or shape[0] < 2 or math.prod(shape[1:]) < 2 or math.prod(shape) > LOOKED_THROUGH:
         return False  # a matrix may be that of a layer without batch
     beside = [any(_has_batch(v, shape) for v in op.inputs if v is not variable) for op, _ in variable.readers]
     if not beside or not all(beside) or not all(_by_place(op) for op, _ in variable.readers):
@@ -225,7 +223,7 @@ def _is_filled(uses: Sequence[tuple[Operator, int | str]], hops: int) -> bool:
 def _is_mask(variable: Variable, shape: tuple[int, ...], combined: bool) -> bool:
     """Whether it holds the number of masked places, and elsewhere nothing, or what exporters ``combined`` with the
     mask before it is added: position biases, say, which then nobody trains either."""
-    if len(shape) < 2 or math.prod(shape) > _LARGE:
+    if len(shape) < 2 or math.prod(shape) > LOOKED_THROUGH:
         return False
     array = np.asarray(as_array(variable.data), np.float32)
     if combined:

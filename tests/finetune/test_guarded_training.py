@@ -13,33 +13,10 @@ import amp_transpiler as amp
 from amp_transpiler.cli.main import main
 from amp_transpiler.errors import FeedError
 from amp_transpiler.nn import functional as F
+from tests.corpora.spectra import WINDOW, bands, basis, model
 
-CLASSES, SAMPLES, WINDOW, HOP = 4, 1600, 128, 64
+CLASSES, SAMPLES = 4, 1600
 MODES = pytest.mark.parametrize("mode", ["amp", "pure-fp16"])
-
-
-def model(text: str, **weights: np.ndarray) -> onnx.ModelProto:
-    """An ONNX text, and initializers for the names that nothing in it makes."""
-    found = onnx.parser.parse_model(text)
-    found.graph.initializer.extend(
-        onnx.numpy_helper.from_array(array.astype(np.int64 if array.dtype.kind == "i" else np.float32), name)
-        for name, array in weights.items()
-    )
-    onnx.checker.check_model(found)
-    return found
-
-
-def basis(samples: int = WINDOW) -> np.ndarray:
-    """Windowed cosines, then sines: a short-time Fourier transform as a convolution's weights."""
-    angles = 2 * np.pi * np.outer(np.arange(samples // 2 + 1), np.arange(samples)) / samples
-    return (np.concatenate([np.cos(angles), -np.sin(angles)]) * np.hanning(samples)).astype(np.float32)
-
-
-def bands(count: int, bins: int) -> np.ndarray:
-    """Triangular filters, [bins, count]."""
-    centres, places = np.linspace(0, bins - 1, count + 2), np.arange(bins)[:, None]
-    rise, fall = (places - centres[:-2]) / np.diff(centres)[:-1], (centres[2:] - places) / np.diff(centres)[1:]
-    return np.clip(np.minimum(rise, fall), 0, None).astype(np.float32)
 
 
 #: The front end: short-time Fourier transform, power, logarithm. Then a small CNN.
@@ -151,57 +128,6 @@ def test_a_log_spectrum_trains_as_in_fp32(powers: str) -> None:
         losses, skipped = trained(prepared(audio(powers)), labelled, feeds, mode)
         assert skipped == 0, (mode, skipped)
         np.testing.assert_allclose(losses, exact, rtol=0.01, atol=0.01)
-
-
-def test_constants_of_a_spectrum_are_no_parameters() -> None:
-    """Window, Fourier basis and bands as matrix products; filters that were learned are parameters."""
-    rng, bins = np.random.default_rng(0), WINDOW // 2 + 1
-    text = """<ir_version: 8, opset_import: ["" : 17]> net (float[8,20,128] frames) => (float[8,20,20] y) {
-      windowed = Mul(frames, window)  both = MatMul(windowed, transform)  re, im = Split <axis = 2> (both, halves)
-      re2 = Mul(re, re)  im2 = Mul(im, im)  power = Add(re2, im2)  banded = MatMul(power, bank)
-      above = Add(banded, eps)  logged = Log(above)  y = MatMul(logged, w)
-    }"""
-    weights = {
-        "window": np.hanning(WINDOW),
-        "transform": np.fft.rfft(np.eye(WINDOW)),
-        "bank": bands(20, bins),
-        "w": rng.normal(0, 1, (20, 20)),
-        "eps": np.array(1e-9),
-        "halves": np.array([bins] * 2),
-    }
-    weights["transform"] = np.concatenate([weights["transform"].real, weights["transform"].imag], 1)
-    assert [v.name for v in amp.Program.from_onnx(model(text, **weights)).parameters] == ["w"]
-    learned = {name: rng.normal(0, 1, weights[name].shape) for name in ("transform", "bank")}
-    found = amp.Program.from_onnx(model(text, **{**weights, **learned})).parameters
-    assert {v.name for v in found} == {"window", "transform", "bank", "w"}
-
-
-def test_a_basis_over_frames_that_are_channels_is_no_parameter() -> None:
-    """As Keras has it: the samples of a window are the channels of a convolution of one place."""
-    text = """<ir_version: 8, opset_import: ["" : 17]> net (float[8,128,20] frames) => (float[8,4,20] y) {
-      re = Conv(frames, real)  im = Conv(frames, imag)  re2 = Mul(re, re)  im2 = Mul(im, im)  power = Add(re2, im2)
-      y = Conv(power, w)
-    }"""
-    real, imag = np.split(basis()[..., None], 2)
-    weights = {"real": real, "imag": imag, "w": np.random.default_rng(0).normal(0, 1, (4, WINDOW // 2 + 1, 1))}
-    assert [v.name for v in amp.Program.from_onnx(model(text, **weights)).parameters] == ["w"]
-    linear = text.replace("Mul(re, re)", "Relu(re)").replace("Mul(im, im)", "Relu(im)")
-    found = amp.Program.from_onnx(model(linear, **weights)).parameters
-    assert {v.name for v in found} == {"real", "imag", "w"}
-
-
-@pytest.mark.parametrize("learned", [False, True])
-def test_a_stack_of_cosines_and_sines_is_no_parameter(learned: bool) -> None:
-    """A transform of real numbers as tf2onnx writes it."""
-    text = """<ir_version: 8, opset_import: ["" : 17]> net (float[8,128] x) => (float[65,8] y) {
-      along = Transpose <perm = [1, 0]> (x)  both = MatMul(stack, along)  re = Gather <axis = 0> (both, zero)
-      im = Gather <axis = 0> (both, one)  re2 = Pow(re, two)  im2 = Pow(im, two)  power = Add(re2, im2)
-      root = Sqrt(power)  y = MatMul(w, root)
-    }"""
-    rng, numbers = np.random.default_rng(0), {"zero": np.array(0), "one": np.array(1), "two": np.array(2.0)}
-    stack = rng.normal(0, 1, (2, 65, 128)) if learned else basis().reshape(2, 65, 128)
-    found = amp.Program.from_onnx(model(text, stack=stack, w=rng.normal(0, 1, (65, 65)), **numbers)).parameters
-    assert {v.name for v in found} == ({"stack", "w"} if learned else {"w"})
 
 
 def test_the_literal_lists_lose_the_spectrum() -> None:

@@ -10,7 +10,7 @@ from onnx.reference import ReferenceEvaluator
 import amp_transpiler as amp
 from amp_transpiler.errors import GradientError
 from amp_transpiler.nn import functional as F
-from tests.helpers.cuda_kernels import without_cuda_kernel
+from tests.helpers.linear_operators import check_linear
 
 
 def model(sizes: list[int], corners: int) -> onnx.ModelProto:
@@ -28,30 +28,10 @@ def model(sizes: list[int], corners: int) -> onnx.ModelProto:
 @pytest.mark.parametrize("corners", [0, 1])
 @pytest.mark.parametrize("sizes", [[2, 3, 4, 5], [2, 1, 3, 4, 5]], ids=["image", "volume"])
 def test_values_and_gradients(sizes: list[int], corners: int) -> None:
-    """The places A are linear: the slope of <g, A(x w)> by w along u is <g, A(x u)>."""
     made, rng = model(sizes, corners), np.random.default_rng(0)
-    rank = len(sizes) - 2
-    x, u = (
-        rng.standard_normal((sizes[0], rank, rank + 1), np.float32),
-        rng.standard_normal((rank, rank + 1), np.float32),
-    )
-    expected = ReferenceEvaluator(made).run(None, {"x": x})[0]
-    weights = rng.standard_normal(expected.shape).astype(np.float32)
-    program = amp.Program.from_onnx(made)
-    amp.prepare_training(program)
-    with amp.program_guard(program, program.startup), amp.unique_name.guard():
-        y = program.outputs[0]
-        loss = F.sum(y * amp.data("g", list(expected.shape), "float32"))
-        ((_, gradient),) = amp.append_backward(loss)
-    feed = {"x": x, "g": weights}
-    lowered = program.lower(amp.CUDAPlace(0), feed_shapes={n: a.shape for n, a in feed.items()}, fetches=[gradient])
-    assert not without_cuda_kernel(onnx.shape_inference.infer_shapes(lowered.model))
-    exe, scope = amp.Executor(amp.CPUPlace()), amp.Scope()
-    exe.run(program.startup, scope=scope)
-    found, slope = exe.run(program, feed, [y, gradient], scope)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-    along = float(np.sum(weights * ReferenceEvaluator(made).run(None, {"x": x * u})[0]))
-    assert float(np.sum(slope * u)) == pytest.approx(along, abs=1e-5 * float(np.abs(weights).sum()))
+    rank, by_onnx = len(sizes) - 2, ReferenceEvaluator(made)
+    x, u = (rng.standard_normal((n, rank, rank + 1), np.float32) for n in (sizes[0], 1))
+    check_linear(made, x, u[0], lambda values: by_onnx.run(None, {"x": values})[0])
 
 
 def test_in_16_bit_places_stay_fp32() -> None:
