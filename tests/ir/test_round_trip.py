@@ -321,6 +321,21 @@ def test_functions_of_another_operator_set_are_refused_not_changed():
         inline_functions(program)
 
 
+def test_functions_may_import_another_version_of_their_own_domain():
+    """jax2onnx lets a function import its domain at the opset of ai.onnx, and the model at 1."""
+    model = text(FUNCTIONS)
+    for function in model.functions:
+        own = next((each for each in function.opset_import if each.domain == function.domain), None)
+        own = function.opset_import.add(domain=function.domain) if own is None else own
+        own.version = 23
+    program = Program.from_onnx(model)
+    assert inline_functions(program)
+    program.verify()
+    feeds = {"x": np.array([0.5, -2], np.float32), "c": np.array(True)}
+    feeds = {i.name: feeds[i.name] for i in session(model).get_inputs()}
+    assert same(run(program.to_onnx(), feeds), run(model, feeds))
+
+
 # -- stability and cost -----------------------------------------------------------------------------
 def chain(length):
     nodes = [helper.make_node("Relu" if i % 2 else "Neg", [f"v{i}"], [f"v{i + 1}"], f"n{i}") for i in range(length)]

@@ -28,8 +28,10 @@ def inline_functions(program: Graph) -> bool:
     """
     if not program.info.functions:
         return False
+    written = weightless(program)
+    _import_alike(written)
     try:
-        model = onnx.inliner.inline_local_functions(weightless(program))
+        model = onnx.inliner.inline_local_functions(written)
     except ONNX_ERRORS as error:
         raise GraphError(f"the functions of program '{program.name}' cannot be inlined: {str(error).strip()}") from None
     read = ModelFile(model, f"program '{program.name}'", None, list(model.graph.initializer))
@@ -46,6 +48,16 @@ def inline_functions(program: Graph) -> bool:
     _carry_marks(program, new, _calls(program))
     program.exchange(new)
     return True
+
+
+def _import_alike(model: onnx.ModelProto) -> None:
+    """Let all import one version of a domain of functions, where none means anything: the inliner leaves a function as
+    it is that imports another one than the model does."""
+    own = {function.domain for function in model.functions} - {schema.domain for schema in onnx.defs.get_all_schemas()}
+    versions: dict[str, int] = {}
+    for imported in [*model.opset_import, *(each for f in model.functions for each in f.opset_import)]:
+        if imported.domain in own:
+            imported.version = versions.setdefault(imported.domain, imported.version)
 
 
 def _calls(program: Graph) -> set[tuple[str, str, str]]:
