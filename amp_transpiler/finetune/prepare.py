@@ -33,6 +33,7 @@ from amp_transpiler.option_checks import choice
 from amp_transpiler.passes.canonicalize.control_flow import expand_control_flow
 from amp_transpiler.passes.canonicalize.fuse_gelu import fuse_gelus
 from amp_transpiler.passes.canonicalize.fuse_norm import fuse_layer_norms, keep_root_mean_squares
+from amp_transpiler.passes.canonicalize.inlining import inline_functions
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.numerics.mask_constants import saturate_masks
 from amp_transpiler.passes.precision.pure import cast_model_to_fp16
@@ -77,7 +78,8 @@ def prepare_training(
     vectors that the exporter merged are copied apart; a matrix and its (transposed) copy are tied again; anonymous
     parameters get the name of their module, and linear layers their layout [out, in] (``restore``); layer norms that
     were written out (before opset 17) are one operator again, and RMS norms keep their statistics in fp32.
-    BatchNormalization and Dropout train, an If on a constant is inlined, loops of known length are unrolled.
+    BatchNormalization and Dropout train, an If on a constant is inlined, loops of known length are unrolled, and
+    calls of the model's functions are inlined: variables of such a model are to be asked for by name again.
 
     Args:
         program: of ``Program.from_onnx``, without a backward pass.
@@ -116,7 +118,8 @@ def prepare_training(
         )
     choice("prepare_training: batch_norm", batch_norm, BATCH_NORM)
     with unchanged_on_error(program, program.startup):
-        notes = _fix(program, values or {}, feed_shapes or {})
+        notes = ["the model's functions are inlined"] * inline_functions(program)
+        notes += _fix(program, values or {}, feed_shapes or {})
         notes += widen(program)
         convert_opset(program)
         notes += ["control flow that is known before the run is straight-line now"] * expand_control_flow(program)

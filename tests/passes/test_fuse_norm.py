@@ -1,4 +1,5 @@
-"""Layer norms as TensorFlow writes them out: x s + (b - m s), where s is the scale by the deviation."""
+"""Layer norms as TensorFlow writes them out: x s + (b - m s), where s is the scale by the deviation; and as Flax does,
+whose variance is the mean of x² less the square of the mean."""
 
 from __future__ import annotations
 
@@ -47,6 +48,24 @@ APART = NORMS.replace("k2 = Mul(g,", "k2 = Mul(g2,").replace("Sub(b,", "Sub(b2,"
 APART = APART.replace(
     "float eps", "float[1,1,6] g2 = {1, 2, 3, 4, 5, 6}, float[1,1,6] b2 = {6, 5, 4, 3, 2, 1}, float eps"
 )
+FLAX = """<ir_version: 8, opset_import: ["" : 18]>
+net (float[2,4,6] x) => (float[2,4,6] y)
+  <float[6] g = {0.5, 1.0, 1.5, 2.0, 0.7, 0.9}, float[6] b = {0.1, 0.2, 0.3, -0.1, -0.2, -0.3}, float eps = {1e-6},
+   float zero = {0}, int64[1] last = {-1}>
+{
+  m = ReduceMean(x, last)
+  d = Sub(x, m)
+  xx = Mul(x, x)
+  second = ReduceMean(xx, last)
+  mm = Mul(m, m)
+  v = Sub(second, mm)
+  floored = Max(v, zero)
+  ve = Add(floored, eps)
+  r = Sqrt(ve)
+  n = Div(d, r)
+  ng = Mul(n, g)
+  y = Add(ng, b)
+}"""
 #: What leaves float16 when it is squared, around a mean that leaves x s and m s beyond what cancels out in it.
 X = np.random.default_rng(0).normal(3000, 400, (2, 4, 6)).astype(np.float32)
 
@@ -90,6 +109,43 @@ def test_one_operator_in_training() -> None:
     executor.run(program.startup, scope=scope)
     (found,) = executor.run(program, feed={"x": X}, fetch_list=["y"], scope=scope)
     np.testing.assert_allclose(found, served(onnx.parser.parse_model(APART)), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("", ""),
+        ("Max(v, zero)", "Max(zero, v)"),
+        ("floored = Max(v, zero)\n  ve = Add(floored, eps)", "ve = Add(v, eps)"),
+    ],
+)
+def test_a_variance_from_a_mean_of_squares(change: tuple[str, str]) -> None:
+    assert change[0] in FLAX
+    model = onnx.parser.parse_model(FLAX.replace(*change))
+    converted = amp.convert(model)
+    assert [op.type for op in converted.operators if op.type != "Cast"] == ["LayerNormalization"]
+    assert off(served(converted.to_onnx()), served(model)) < 4e-3
+    program = amp.Program.from_onnx(model)
+    assert set(amp.prepare_training(program).trainable) == {"g", "b"}
+    assert [op.type for op in program.operators] == ["LayerNormalization"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("mm = Mul(m, m)", "mm = Mul(m, second)"),
+        ("mm = Mul(m, m)", "mm = Mul(second, second)"),
+        ("v = Sub(second, mm)", "v = Sub(mm, second)"),
+        ("xx = Mul(x, x)", "xx = Mul(d, d)"),
+        ("xx = Mul(x, x)", "xx = Mul(x, g)"),
+        ("second = ReduceMean(xx, last)", "second = ReduceSum(xx, last)"),
+        ("zero = {0}", "zero = {1}"),
+    ],
+)
+def test_another_variance_is_no_layer_norm(change: tuple[str, str]) -> None:
+    assert change[0] in FLAX
+    converted = amp.convert(onnx.parser.parse_model(FLAX.replace(*change)))
+    assert not any(op.type == "LayerNormalization" for op in converted.operators)
 
 
 @pytest.mark.parametrize(

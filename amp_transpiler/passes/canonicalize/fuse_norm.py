@@ -1,9 +1,9 @@
 """Layer norms that an exporter wrote out become one operator again.
 
 Before opset 17 there was no LayerNormalization: exports hold ReduceMean, Sub, Pow, ReduceMean, Add, Sqrt, Div, Mul and
-Add. TensorFlow writes x s + (b - m s), where s is the scale by the deviation, at any opset. As one operator it is
-computed in fp32 inside, whatever it reads; written out, in pure 16 bit, the square of a deviation overflows beyond 255,
-an epsilon of 1e-12 is 0, and x s and m s cancel out.
+Add. TensorFlow writes x s + (b - m s), where s is the scale by the deviation, at any opset; Flax takes the square of the
+mean off the mean of squares. As one operator it is computed in fp32 inside, whatever it reads; written out, in pure 16
+bit, the square of a deviation overflows beyond 255, an epsilon of 1e-12 is 0, and x s and m s cancel out.
 """
 
 from __future__ import annotations
@@ -152,11 +152,11 @@ def _found(last: Operator) -> _Norm | None:
         return None
     x, mean, root, scale, bias = scaled
     summed, epsilon = added_number(root.input(0))
-    variance = _mean(summed)
+    variance = _variance(summed, x, mean.output(0))
     if variance is None or epsilon is None or mean.input(0) is not x:
         return None
     axes, shape = reduced_axes(mean) or [], x.shape or ()
-    if not _is_square(variance.input(0), x, mean.output(0)) or reduced_axes(variance) != axes:
+    if reduced_axes(variance) != axes:
         return None
     over_last = bool(axes) and axes == list(range(len(shape) - len(axes), len(shape)))
     size = shape[len(shape) - len(axes) :]
@@ -237,9 +237,9 @@ def _split(op: Operator | None, type_: str) -> tuple[Operator | None, Variable |
     return None, None
 
 
-def added_number(variable: Variable | None) -> tuple[Variable | None, float | None]:
-    """What a number is added to, and the number."""
-    op = maker(variable, "Add")
+def added_number(variable: Variable | None, type_: str = "Add") -> tuple[Variable | None, float | None]:
+    """What a number is added to (or joined with by another commutative operator), and the number."""
+    op = maker(variable, type_)
     for slot in (0, 1) if op is not None else ():
         other = op.input(slot) if op is not None else None
         data = None if other is None else content(other)
@@ -248,11 +248,22 @@ def added_number(variable: Variable | None) -> tuple[Variable | None, float | No
     return None, None
 
 
-def _is_square(variable: Variable | None, x: Variable, mean: Variable | None) -> bool:
-    """Whether the variable is the square of the deviation of ``x`` from its mean."""
+def _variance(variable: Variable | None, x: Variable, mean: Variable | None) -> Operator | None:
+    """The mean in a variance of ``x``: of (x - mean)²; or of x², from which Flax takes mean², to 0 at least."""
+    found = _mean(variable)
+    deviation = None if found is None else maker(_squared(found.input(0)), "Sub")
+    if found is not None:
+        return found if deviation is not None and list(deviation.inputs) == [x, mean] else None
+    difference, least = added_number(variable, "Max")
+    moved = maker(difference if least == 0 else variable, "Sub")
+    found = None if moved is None or _squared(moved.input(1)) is not mean else _mean(moved.input(0))
+    return found if found is not None and _squared(found.input(0)) is x else None
+
+
+def _squared(variable: Variable | None) -> Variable | None:
+    """What the variable is the square of."""
     power = maker(variable, "Pow") or maker(variable, "Mul")
-    deviation = None if power is None or not squares(power) else maker(power.input(0), "Sub")
-    return deviation is not None and list(deviation.inputs) == [x, mean]
+    return power.input(0) if power is not None and squares(power) else None
 
 
 def _keeps(op: Operator) -> bool:
