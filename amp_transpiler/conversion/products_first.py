@@ -2,17 +2,21 @@
 
 ``MatMul(Transpose(x), w)`` is ``Transpose(MatMul(x, w))`` bit for bit where the transposition leaves the last axis and
 ``w`` is a matrix, as behind a recurrent layer whose batch comes first. onnxruntime (1.31, 1.32) fuses the former into
-one operator, and in float16 on CPU ends the process while it makes the session.
+one operator, and in float16 on CPU ends the process while it makes the session. Where the first axis becomes the last,
+as the channels of one image do, no product comes first: the matrix then has an axis more, with which nothing is fused.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from amp_transpiler.conversion.conversion_options import OPTIONS
 from amp_transpiler.conversion.protected import converted, protected
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.view.of_type import of_type
 from amp_transpiler.passes.view.typing import programs
@@ -32,13 +36,18 @@ class ProductsFirst(Pass):
         names, keep = protected(graph, context[OPTIONS])
         for each in programs(graph):
             for product in of_type(each, "MatMul"):
-                turn = _rows_turned(product)
-                if turn is not None and not keep & {product, turn} and not names & _written(product, turn):
+                turn = _turned(product)
+                if turn is None or keep & {product, turn} or names & _written(product, turn):
+                    continue
+                order = list(turn.attrs["perm"])
+                if order[-1] == len(order) - 1:
                     _turn_afterwards(product, turn)
+                elif order == [*range(1, len(order)), 0]:
+                    _add_axis(product)
 
 
-def _rows_turned(product: Operator) -> Operator | None:
-    """The transposition that puts the rows which a product with one matrix reads in another order."""
+def _turned(product: Operator) -> Operator | None:
+    """The transposition of what a product with one matrix reads, of three axes or more."""
     rows, matrix, made = product.input(0), product.input(1), product.output(0)
     turn = None if rows is None else rows.producer
     if turn is None or matrix is None or made is None or turn.type != "Transpose" or turn.domain:
@@ -46,11 +55,20 @@ def _rows_turned(product: Operator) -> Operator | None:
     order = list(turn.attrs.get("perm", ()))
     if rows is None or matrix.shape is None or len(matrix.shape) != 2 or len(order) < 3:
         return None
-    return turn if order[-1] == len(order) - 1 and order != sorted(order) else None
+    return None if order == sorted(order) else turn
 
 
 def _written(product: Operator, turn: Operator) -> set[str]:
     return {v.name for v in (*product.outputs, *turn.outputs) if v is not None}
+
+
+def _add_axis(product: Operator) -> None:
+    program, matrix = product.program, product.inputs[1]
+    if matrix is None or matrix.data is None:
+        return
+    product.set_input(1, program.add_constant(f"{matrix.name}.matrix", as_array(matrix.data)[np.newaxis]))
+    if not matrix.readers and matrix not in program.outputs:
+        program.remove_variable(matrix)
 
 
 def _turn_afterwards(product: Operator, turn: Operator) -> None:

@@ -41,6 +41,23 @@ def test_the_product_comes_first(body: str, expected: str) -> None:
     np.testing.assert_allclose(outputs[1], outputs[0], rtol=2e-3)
 
 
+@pytest.mark.parametrize("sizes", [(16, 3, 2), (16, 3, 2, 5)])
+def test_channels_of_one_image_before_a_product(sizes: tuple[int, ...]) -> None:
+    """No product comes before what makes the first axis the last; onnxruntime would end this process here too."""
+    order, rank = [*range(1, len(sizes)), 0], len(sizes)
+    shape, made = (", ".join(f"{letter}{i}" for i in range(rank)) for letter in "ds")
+    model = filled(f"""m (float[{shape}] x) => (float[{made}] y) <float[16,8] w>
+        {{ t = Transpose<perm={order}>(x) y = MatMul(t, w) }}""")
+    program = amp.convert(model)
+    assert [op.type for op in program.walk() if op.type != "Cast"] == ["Transpose", "MatMul"]
+    x = np.random.default_rng(0).random(sizes, np.float32)
+    outputs = []
+    for each in (model, program.to_onnx()):
+        session = onnxruntime.InferenceSession(each.SerializeToString(), providers=["CPUExecutionProvider"])
+        outputs.append(session.run(None, {"x": x})[0])
+    np.testing.assert_allclose(outputs[1], outputs[0], rtol=2e-3)
+
+
 def test_a_transposition_that_others_read_stays_for_them() -> None:
     text = "m (float[S,N,16] x) => (float[n,s,8] y, float[n,s,16] z) <float[16,8] w>"
     body = "{ t = Transpose<perm=[1,0,2]>(x) y = MatMul(t, w) z = Relu(t) }"
