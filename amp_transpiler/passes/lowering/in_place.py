@@ -18,13 +18,13 @@ a result.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import count
 
 import onnx
 
 from amp_transpiler.ir.control import nested_graphs
-from amp_transpiler.passes.lowering.lowered import Port, is_row, used_tensors
+from amp_transpiler.passes.lowering.lowered import Port, Row, is_row, used_tensors
 
 #: Operators that write every output to memory of its own.
 _COMPUTES = frozenset(
@@ -71,14 +71,14 @@ def refusals(
 
 
 def late_readers(
-    graph: onnx.GraphProto, pairs: Sequence[tuple[str, str]], within: Mapping[str, Sequence[str]]
+    rows: Sequence[Row], pairs: Sequence[tuple[str, str]], within: Mapping[str, Sequence[str]]
 ) -> list[list[onnx.NodeProto]]:
     """For each (state, update) the nodes that read the state, or what lies ``within`` it, perhaps after the update.
 
     They are other nodes than that which makes the update. What only moves the state's elements counts as reading on:
     onnxruntime fuses it into what reads it.
     """
-    proof = _Proof(graph, within, through=_MOVES)
+    proof = _Reads([each.node for each in rows], [each.reads for each in rows], within, _COMPUTES - _MOVES)
     readers = [proof.readers_of(state)[0] for state, _ in pairs]
     targets = {proof.producer[output] for _, output in pairs}
     earlier = proof.ancestors({index for found in readers for index in found}, targets)
@@ -100,68 +100,28 @@ def inputs_within(states: Sequence[Port]) -> dict[str, list[str]]:
     }
 
 
-class _Proof:
-    """A graph, read for who reads the states and what comes before what."""
-
-    is_nested = False
+class _Reads:
+    """Nodes in order, read for who reads the states and what comes before what."""
 
     def __init__(
         self,
-        graph: onnx.GraphProto,
+        nodes: Sequence[onnx.NodeProto],
+        reads: Sequence[Collection[str]],
         within: Mapping[str, Sequence[str]],
+        computes: frozenset[str],
         ends: Sequence[int] = (),
-        through: frozenset[str] = frozenset(),
     ) -> None:
-        """``through``: operators that count as reading on although they compute."""
-        self.nodes, self.within, self.computes = list(graph.node), within, _COMPUTES - through
-        self.part = [bisect_right(ends, index) for index in range(len(self.nodes))]
-        self.types = {
-            info.name: info.type.SerializeToString() for info in [*graph.input, *graph.output] if _static(info)
-        }
-        self.flat = {info.name for info in graph.input if is_row(info)}
+        """``reads``: what each node reads ("" is nothing). ``computes``: operators that hand no memory on."""
+        self.nodes, self.reads, self.within, self.computes = nodes, reads, within, computes
+        self.part = [bisect_right(ends, index) for index in range(len(nodes))] if ends else [0] * len(nodes)
         self.producer: dict[str, int] = {}
         self.readers: dict[str, list[int]] = {}
-        self.reads: list[set[str]] = []
         self.bit: dict[int, int] = {}
         self.own_memory: dict[int, bool] = {}  # by node that has been asked
-        for index, node in enumerate(self.nodes):
-            names = used_tensors([node])
-            self.reads.append(names)
-            for name in names:
+        for index, (node, names) in enumerate(zip(nodes, reads, strict=True)):
+            for name in filter(None, names):
                 self.readers.setdefault(name, []).append(index)
             self.producer.update((name, index) for name in node.output if name)
-
-    def answer(self, pairs: Sequence[tuple[str, str]]) -> list[str]:
-        readers = [self.readers_of(state) for state, _ in pairs]
-        targets = {self.producer[output] for _, output in pairs if output in self.producer}
-        earlier = self.ancestors({index for found, _ in readers for index in found}, targets)
-        inside = self._inside(pairs, [views for _, views in readers])
-        return [
-            self._check(state, output, *found, earlier) or inside.get((state, output), "")
-            for (state, output), found in zip(pairs, readers, strict=True)
-        ]
-
-    def _inside(self, pairs: Sequence[tuple[str, str]], views: Sequence[set[str]]) -> dict[tuple[str, str], str]:
-        """Of pairs whose update an If or a Scan makes that reads the state, why a graph of it refuses."""
-        by_node: dict[int, dict[tuple[str, str], set[str]]] = {}
-        for (state, output), same in zip(pairs, views, strict=True):
-            index = self.producer.get(output, -1)
-            if index >= 0 and _holds_graphs(self.nodes[index]) and not self.reads[index].isdisjoint(same):
-                by_node.setdefault(index, {})[state, output] = same
-        found: dict[tuple[str, str], str] = {}
-        for index, its in by_node.items():
-            node = self.nodes[index]
-            for graph in nested_graphs(node):
-                names = {out: info.name for out, info in zip(node.output, graph.output, strict=True)}
-                if node.op_type == "Scan":
-                    names |= {read: info.name for read, info in zip(node.input, graph.input, strict=True)}
-                inner = [(names.get(state, state), names[output]) for state, output in its]
-                within = {names.get(state, state): [*same - {state}] for (state, _), same in its.items()}
-                body = _Proof(graph, within)
-                body.is_nested = True
-                body.types |= {name: b"" for pair in inner for name in pair}  # the node was asked
-                found |= {pair: answer for pair, answer in zip(its, body.answer(inner), strict=True) if answer}
-        return found
 
     def readers_of(self, state: str) -> tuple[list[int], set[str]]:
         """The nodes that read the state's memory, and every tensor that may be that memory."""
@@ -217,6 +177,52 @@ class _Proof:
             for name in expiring.pop(index, ()):
                 above.pop(name, None)
         return result
+
+
+class _Proof(_Reads):
+    """A graph, for which state may be written where it lies."""
+
+    is_nested = False
+
+    def __init__(self, graph: onnx.GraphProto, within: Mapping[str, Sequence[str]], ends: Sequence[int] = ()) -> None:
+        nodes = list(graph.node)
+        super().__init__(nodes, [used_tensors([node]) for node in nodes], within, _COMPUTES, ends)
+        self.types = {
+            info.name: info.type.SerializeToString() for info in [*graph.input, *graph.output] if _static(info)
+        }
+        self.flat = {info.name for info in graph.input if is_row(info)}
+
+    def answer(self, pairs: Sequence[tuple[str, str]]) -> list[str]:
+        readers = [self.readers_of(state) for state, _ in pairs]
+        targets = {self.producer[output] for _, output in pairs if output in self.producer}
+        earlier = self.ancestors({index for found, _ in readers for index in found}, targets)
+        inside = self._inside(pairs, [views for _, views in readers])
+        return [
+            self._check(state, output, *found, earlier) or inside.get((state, output), "")
+            for (state, output), found in zip(pairs, readers, strict=True)
+        ]
+
+    def _inside(self, pairs: Sequence[tuple[str, str]], views: Sequence[set[str]]) -> dict[tuple[str, str], str]:
+        """Of pairs whose update an If or a Scan makes that reads the state, why a graph of it refuses."""
+        by_node: dict[int, dict[tuple[str, str], set[str]]] = {}
+        for (state, output), same in zip(pairs, views, strict=True):
+            index = self.producer.get(output, -1)
+            if index >= 0 and _holds_graphs(self.nodes[index]) and not same.isdisjoint(self.reads[index]):
+                by_node.setdefault(index, {})[state, output] = same
+        found: dict[tuple[str, str], str] = {}
+        for index, its in by_node.items():
+            node = self.nodes[index]
+            for graph in nested_graphs(node):
+                names = {out: info.name for out, info in zip(node.output, graph.output, strict=True)}
+                if node.op_type == "Scan":
+                    names |= {read: info.name for read, info in zip(node.input, graph.input, strict=True)}
+                inner = [(names.get(state, state), names[output]) for state, output in its]
+                within = {names.get(state, state): [*same - {state}] for (state, _), same in its.items()}
+                body = _Proof(graph, within)
+                body.is_nested = True
+                body.types |= {name: b"" for pair in inner for name in pair}  # the node was asked
+                found |= {pair: answer for pair, answer in zip(its, body.answer(inner), strict=True) if answer}
+        return found
 
     def _check(self, state: str, output: str, readers: list[int], views: set[str], earlier: dict[int, int]) -> str:
         producer = self.producer.get(output)

@@ -39,9 +39,8 @@ def waiting(e: Emitter, emitted: Lowered, rows: Sequence[Row]) -> Sequence[Row]:
     own = {port.variable: port.tensor for port in emitted.states if len(port.segments) < 2}
     made = {name: (place, each.node) for place, each in enumerate(rows) for name in each.makes}
     large = [u for u in emitted.updates if u.variable in own and u.tensor in made and _size(u) >= _LARGE]
-    graph = onnx.GraphProto(node=[each.node for each in rows])
     pairs = [(own[update.variable], update.tensor) for update in large]
-    late = late_readers(graph, pairs, inputs_within(emitted.states))
+    late = late_readers(rows, pairs, inputs_within(emitted.states))
     waits: dict[int, tuple[onnx.NodeProto, list[str]]] = {}
     for update, readers in zip(large, late, strict=True):
         place, scaling = _scaling(made, update.tensor)
@@ -49,13 +48,14 @@ def waiting(e: Emitter, emitted: Lowered, rows: Sequence[Row]) -> Sequence[Row]:
         if scaling is not None and names and len(names) == len(readers):
             waits[place] = scaling, names
     kept: list[Row] = []
-    e.nodes = []
     for place, each in enumerate(rows):
-        if place in waits:
-            scaling, names = waits[place]
-            scaling.input[-1] = _after(e, made, scaling.input[-1], names)
-        kept += (row(node, each.origin) for node in (*e.nodes, each.node))
+        if place not in waits:
+            kept.append(each)
+            continue
+        scaling, names = waits[place]
         e.nodes = []
+        scaling.input[-1] = _after(e, made, scaling.input[-1], names)
+        kept += (row(node, each.origin) for node in (*e.nodes, each.node))
     return kept
 
 
