@@ -3,14 +3,12 @@
 ``MatMul(Transpose(x), w)`` is ``Transpose(MatMul(x, w))`` bit for bit where the transposition leaves the last axis and
 ``w`` is a matrix, as behind a recurrent layer whose batch comes first. onnxruntime (1.31, 1.32) fuses the former into
 one operator, and in float16 on CPU ends the process while it makes the session. Where the first axis becomes the last,
-as the channels of one image do, no product comes first: the matrix then has an axis more, with which nothing is fused.
+as the channels of one image do, no product comes first: the matrix then has as many axes as what it multiplies.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import numpy as np
 
 from amp_transpiler.conversion.conversion_options import OPTIONS
 from amp_transpiler.conversion.protected import converted, protected
@@ -43,7 +41,7 @@ class ProductsFirst(Pass):
                 if order[-1] == len(order) - 1:
                     _turn_afterwards(product, turn)
                 elif order == [*range(1, len(order)), 0]:
-                    _add_axis(product)
+                    _add_axes(product, len(order))
 
 
 def _turned(product: Operator) -> Operator | None:
@@ -62,11 +60,13 @@ def _written(product: Operator, turn: Operator) -> set[str]:
     return {v.name for v in (*product.outputs, *turn.outputs) if v is not None}
 
 
-def _add_axis(product: Operator) -> None:
+def _add_axes(product: Operator, rank: int) -> None:
     program, matrix = product.program, product.inputs[1]
     if matrix is None or matrix.data is None:
         return
-    product.set_input(1, program.add_constant(f"{matrix.name}.matrix", as_array(matrix.data)[np.newaxis]))
+    array = as_array(matrix.data)
+    whole = array.reshape([1] * (rank - array.ndim) + list(array.shape))
+    product.set_input(1, program.add_constant(f"{matrix.name}.matrix", whole))
     if not matrix.readers and matrix not in program.outputs:
         program.remove_variable(matrix)
 
