@@ -1,9 +1,9 @@
 """Layer norms that an exporter wrote out become one operator again.
 
 Before opset 17 there was no LayerNormalization: exports hold ReduceMean, Sub, Pow, ReduceMean, Add, Sqrt, Div, Mul and
-Add. TensorFlow writes x s + (b - m s), where s is the scale by the deviation, at any opset; Flax takes the square of the
-mean off the mean of squares. As one operator it is computed in fp32 inside, whatever it reads; written out, in pure 16
-bit, the square of a deviation overflows beyond 255, an epsilon of 1e-12 is 0, and x s and m s cancel out.
+Add. TensorFlow writes x s + (b - m s), where s is the scale by the deviation, at any opset; Flax takes the square of
+the mean off the mean of squares. As one operator it is computed in fp32 inside, whatever it reads; written out, in pure
+16 bit, the square of a deviation overflows beyond 255, an epsilon of 1e-12 is 0, and x s and m s cancel out.
 """
 
 from __future__ import annotations
