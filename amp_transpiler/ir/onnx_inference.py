@@ -1,7 +1,8 @@
 """Calls into onnx's type inference, guarded: what it raises, and sizes that it would spend the memory on.
 
 With data propagation onnx keeps a tensor of one dimension as a list of its elements, known or not, wherever an operator
-adds, multiplies, casts or slices it: a declared input of two billion elements takes hundreds of gigabytes.
+adds, multiplies, casts or slices it: a declared input of two billion elements takes hundreds of gigabytes. It keeps
+them by name, those of all graphs together: of tensors that the branches of an If both have it takes one for the other.
 """
 
 from __future__ import annotations
@@ -46,15 +47,22 @@ def inferred_types(model: onnx.ModelProto, nested: bool) -> onnx.ModelProto | No
         model = copy
         for graph in list(_graphs(model.graph)):
             _hide_sizes(graph)
+    doubled = nested and _share_names(model.graph)
     try:
-        if len(model.graph.node) <= _SMALL:
+        if doubled or len(model.graph.node) <= _SMALL:
             plain = onnx.shape_inference.infer_shapes(model)
             graphs = list(_graphs(plain.graph)) if nested else [plain.graph]
-            if any(_long(info.type) for graph in graphs for info in graph.value_info):
+            if doubled or any(_long(info.type) for graph in graphs for info in graph.value_info):
                 return plain
         return onnx.shape_inference.infer_shapes(model, data_prop=True)
     except ONNX_ERRORS:
         return None
+
+
+def _share_names(graph: onnx.GraphProto) -> bool:
+    """Whether two of the graphs make tensors of one name."""
+    made = [name for each in _graphs(graph) for node in each.node for name in node.output if name]
+    return len(set(made)) < len(made)
 
 
 def size_of(size: Any) -> Any:
