@@ -7,7 +7,7 @@ from functools import cache
 from types import MappingProxyType
 
 from amp_transpiler.errors import ListError, ListTypeError
-from amp_transpiler.lists._kernels import contrib_operators
+from amp_transpiler.lists._kernels import runtime_operators
 from amp_transpiler.lists._schemas import near_matches, read_text, schemas, split_name
 
 #: Inputs and outputs that stay fp32, by operator; ``ops/`` fills it.
@@ -77,11 +77,14 @@ def parse_aliases(text: str, file: str) -> tuple[Mapping[str, tuple[str, ...]], 
 
 
 def check_operator(name: str, where: str) -> None:
-    """ListError, with near matches, where onnx has no operator ``name``; a domain that onnx does not define passes."""
+    """ListError, with near matches, where neither onnx nor onnxruntime has an operator ``name``; a domain that neither
+    defines passes."""
     domain, op_type = split_name(name)
-    if (domain, op_type) in schemas() or domain not in {known for known, _ in schemas()}:
+    if (domain, op_type) in schemas() or op_type in runtime_operators(domain):
         return
-    of_domain = {each for known, each in schemas() if known == domain}
+    if domain != "com.microsoft" and domain not in {known for known, _ in schemas()}:
+        return
+    of_domain = {each for known, each in schemas() if known == domain} | runtime_operators(domain)
     raise ListError(f"{where}: onnx has no operator '{name}'.{near_matches(op_type, of_domain)}")
 
 
@@ -146,9 +149,7 @@ def resolve(name: str) -> tuple[str, ...]:
             "Name ONNX operators instead."
         )
     domain, op_type = split_name(name)
-    known = {each for of, each in schemas() if of == domain}
-    if domain == "com.microsoft":
-        known |= contrib_operators()
+    known = {each for of, each in schemas() if of == domain} | runtime_operators(domain)
     if op_type in known or (domain and not known):
         return (f"{domain}::{op_type}" if domain else op_type,)
     candidates = known | (set(aliases) if not domain else set())

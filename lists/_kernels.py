@@ -85,9 +85,10 @@ def _element(type_str: str) -> str:
     return match.group(1) if match else type_str
 
 
-def contrib_operators() -> frozenset[str]:
-    """The operator types of domain com.microsoft that onnxruntime has a kernel for."""
-    return frozenset(op_type for domains in _table().values() for op_type in domains["com.microsoft"])
+def runtime_operators(domain: str) -> frozenset[str]:
+    """The operator types of a domain (empty for ai.onnx) that onnxruntime has a kernel for, known to onnx or not."""
+    name = domain or "ai.onnx"
+    return frozenset(op_type for domains in _table().values() for op_type in domains.get(name, ()))
 
 
 def _schema(op_type: str, opset: int, domain: str) -> defs.OpSchema | None:
@@ -157,8 +158,10 @@ def has_kernel(provider: str, op_type: str, dtype: str, opset: int, domain: str 
         return False
     schema = _schema(op_type, opset, "" if domain == "ai.onnx" else domain)
     if schema is None:  # no schema says which parameter is the data's; onnxruntime calls it T, or numbers it from 1
-        types = next((kernels[param] for param in ("T", "T1", "V") if param in kernels), frozenset())
-        return element in types or (not types and any(element in each for each in kernels.values()))
+        types = next(
+            (found for param in ("T", "T1", "V") if (found := kernels.get(param, frozenset()) & _FLOATS)), None
+        )
+        return any(element in each for each in ((types,) if types else kernels.values()))
     data = [_first_float(schema, schema.inputs, kernels), _first_float(schema, schema.outputs, kernels)]
     return any(data) and all(element in types for types in data if types)
 

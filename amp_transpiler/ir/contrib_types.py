@@ -74,6 +74,8 @@ _BY_OUTPUT: dict[str, tuple[int | str, ...]] = {
 }
 #: The same for operators that onnxruntime's optimisers write into ai.onnx itself.
 _IN_ONNX: dict[str, tuple[int | str, ...]] = {"SimplifiedLayerNormalization": (0, "float32")}
+#: Inputs that are float32 whatever the data is, of operators that operator lists name: scales of a quantised cache.
+_PINNED_INPUTS: dict[str, frozenset[int]] = {"GroupQueryAttention": frozenset({12, 13})}
 #: Output 0 has the shape of input 0 as well.
 _SAME_SHAPE = frozenset(
     """
@@ -86,17 +88,12 @@ _SAME_SHAPE = frozenset(
 
 def contrib_types(op: Operator) -> list[tuple[str | None, Shape | None]] | None:
     """Element type and shape of each output of onnxruntime's own operators; None where the table has no such one."""
-    if not op.domain and op.type in _IN_ONNX:
-        rule: tuple[int | str, ...] = _IN_ONNX[op.type]
-    elif op.domain != DOMAIN:
-        return None
-    elif op.type in _AS_FIRST:
+    rule = _by_output(op.type, op.domain)
+    if op.domain == DOMAIN and op.type in _AS_FIRST:
         rule = (0,) * len(op.outputs)
-    elif op.type in _BY_OUTPUT:
-        rule = _BY_OUTPUT[op.type]
-    elif op.type == "QGemm":  # a float, unless it quantises its result
+    elif op.domain == DOMAIN and op.type == "QGemm":  # a float, unless it quantises its result
         rule = ("float32",) if op.input(8) is None else (8,)
-    else:
+    if rule is None:
         return None
     types: list[tuple[str | None, Shape | None]] = []
     for slot in range(len(op.outputs)):
@@ -107,3 +104,16 @@ def contrib_types(op: Operator) -> list[tuple[str | None, Shape | None]] | None:
         same = slot == 0 and op.type in _SAME_SHAPE and first is not None
         types.append((dtype, first.shape if same and first is not None else None))
     return types
+
+
+def _by_output(type_: str, domain: str) -> tuple[int | str, ...] | None:
+    if not domain:
+        return _IN_ONNX.get(type_)
+    return _BY_OUTPUT.get(type_) if domain == DOMAIN else None
+
+
+def pinned_slots(type_: str, domain: str) -> tuple[frozenset[int], frozenset[int]]:
+    """Inputs and outputs that one of onnxruntime's own operators has in float32, whatever its data is."""
+    inputs = _PINNED_INPUTS.get(type_) if domain == DOMAIN else None
+    made = enumerate(_by_output(type_, domain) or ())
+    return inputs or frozenset(), frozenset(slot for slot, entry in made if entry == "float32")

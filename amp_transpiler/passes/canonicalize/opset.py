@@ -39,7 +39,7 @@ def convert_opset(program: Graph, target: int = TARGET_OPSET) -> bool:
     check_age(program)
     missing = []
     for op in list(program.walk()):
-        if not op.domain and _since(op, target) is None and has_decomposition(op):
+        if not op.domain and _since(op, version) and not _since(op, target) and has_decomposition(op):
             missing.append(op)
         elif not op.domain:
             _convert(op, version, target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator, Variable
@@ -19,13 +20,16 @@ ROUNDED = frozenset({Kind.ROUNDED_SUM, Kind.ROUNDED_INSIDE})
 
 def keep_rounded(program: Graph, kind: str, dtype: str, constraints: Constraints) -> None:
     """Keep fp32 what kernels of places of this kind would round more often inside than is allowed."""
-    if roundings(kind, dtype) is None:
+    found = roundings(kind, dtype)
+    if found is None:
         return
     arithmetic, title = Arithmetic(kind), place_traits(kind).title
     for op in program.walk():
         if not has_float(op) or op.attrs.programs:
             continue
         order, worth = inner_roundings(op, arithmetic, dtype)
+        if op.domain == DOMAIN and op.full_type not in found.orders and op.full_type not in found.inside:
+            worth = math.inf  # not measured
         if worth > MOST:
             why = Kind.ROUNDED_SUM if order else Kind.ROUNDED_INSIDE
             constraints.keep(op, Reason(why, title, (dtype, in_roundings(worth))))

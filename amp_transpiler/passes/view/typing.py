@@ -16,6 +16,7 @@ import onnx
 import onnx.shape_inference
 
 from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.contrib_types import pinned_slots
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import type_proto
 from amp_transpiler.ir.nodes import Operator, Variable
@@ -105,15 +106,16 @@ class _Typed(NamedTuple):
         """Type variables of the floating-point slots, the one of the first output (else input) first."""
         kept_in, kept_out = kept_fp32(self.type, self.domain)
         sig = self.signature()
+        pinned_in, pinned_out = pinned_slots(self.type, self.domain)
         groups: dict[str, _Group] = {}
         for slot, dtype in enumerate(self.outputs):
-            if dtype in FLOATS:
+            if dtype in FLOATS and slot not in pinned_out:
                 group = groups.setdefault(sig.output(slot) if sig else _ANY, _Group([], [], set()))
                 group.outputs.append(slot)
                 group.dtypes.add(dtype)
                 group.kept &= slot in kept_out
         for slot, dtype in enumerate(self.inputs):
-            if dtype in FLOATS:
+            if dtype in FLOATS and slot not in pinned_in:
                 group = groups.setdefault(sig.input(slot) if sig else _ANY, _Group([], [], set()))
                 group.inputs.append(slot)
                 group.dtypes.add(dtype)

@@ -1,0 +1,133 @@
+"""Operators of onnxruntime's own, as its optimisers and the builders of language models write them, run in 16 bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import amp_transpiler as amp
+from amp_transpiler.lists import has_kernel
+from amp_transpiler.passes.view.typing import Slots, narrowed
+from tests.helpers.converting import off
+
+#: Tokens, those before them, positions of the tables of angles, width, heads.
+S, PAST, PLACES, WIDTH, HEADS = 3, 2, 8, 32, 2
+SIZE = WIDTH // HEADS
+_RNG = np.random.default_rng(0)
+
+
+def _weights() -> dict[str, np.ndarray]:
+    angles = np.outer(np.arange(PLACES), 0.3 ** np.arange(SIZE // 2))
+    found = {
+        "cos": np.cos(angles),
+        "sin": np.sin(angles),
+        "norm": 1 + 0.1 * _RNG.normal(size=WIDTH),
+        "norm2": 1 + 0.1 * _RNG.normal(size=WIDTH),
+        "qkv_scales": 0.02 * (1 + _RNG.random((2 * WIDTH, 1))),
+        "head": 0.2 * _RNG.normal(size=(WIDTH, 5)),
+    }
+    return {name: value.astype(np.float32) for name, value in found.items()} | {
+        "qkv": _RNG.integers(0, 256, (2 * WIDTH, 1, 16), np.uint8),
+        "lengths": np.array([S + PAST - 1], np.int32),
+        "total": np.array(S + PAST, np.int32),
+    }
+
+
+def decoder() -> onnx.ModelProto:
+    """A norm, a product with 4-bit weights, attention with a cache, a norm of a sum, and a head."""
+    fused: dict[str, Any] = {"domain": "com.microsoft"}
+    attention = ["qkv_y", "", "", "past_key", "past_value", "lengths", "total", "cos", "sin"]
+    nodes = [
+        helper.make_node("SimplifiedLayerNormalization", ["x", "norm"], ["n"], axis=-1, epsilon=1e-6),
+        helper.make_node(
+            "MatMulNBits", ["n", "qkv", "qkv_scales"], ["qkv_y"], K=WIDTH, N=2 * WIDTH, bits=4, block_size=32, **fused
+        ),
+        helper.make_node(
+            "GroupQueryAttention",
+            attention,
+            ["a", "key", "value"],
+            num_heads=HEADS,
+            kv_num_heads=1,
+            do_rotary=1,
+            **fused,
+        ),
+        helper.make_node("SkipSimplifiedLayerNormalization", ["x", "a", "norm2"], ["m", "", "", "sum"], **fused),
+        helper.make_node("MatMul", ["m", "head"], ["y"]),
+    ]
+    cache = [1, 1, None, SIZE]
+    infos = (
+        {"x": [1, None, WIDTH], "past_key": cache, "past_value": cache},
+        {"y": [1, None, 5], "key": cache, "value": cache},
+    )
+    inputs, outputs = (
+        [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in each.items()] for each in infos
+    )
+    weights = [numpy_helper.from_array(value, name) for name, value in _weights().items()]
+    graph = helper.make_graph(nodes, "decoder", inputs, outputs, weights)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+FEEDS = {
+    "x": _RNG.normal(size=(1, S, WIDTH)).astype(np.float32),
+    "past_key": _RNG.normal(size=(1, 1, PAST, SIZE)).astype(np.float32),
+    "past_value": _RNG.normal(size=(1, 1, PAST, SIZE)).astype(np.float32),
+}
+
+
+def served(model: onnx.ModelProto) -> list[np.ndarray]:
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return [np.asarray(value) for value in session.run(None, FEEDS)]
+
+
+@pytest.mark.parametrize("mode", ["pure", "mixed", "auto"])
+@pytest.mark.parametrize(("dtype", "allowed"), [("float16", 0.004), ("bfloat16", 0.03)])
+def test_a_decoder_of_fused_operators(mode: str, dtype: str, allowed: float) -> None:
+    model = decoder()
+    converted = amp.convert(model, mode=mode, dtype=dtype, calibration=FEEDS, check=True)
+    kinds = {op.type: op.precision for op in converted.operators if op.type != "Cast"}
+    assert kinds == dict.fromkeys((node.op_type for node in model.graph.node), dtype)
+    assert sum(op.type == "Cast" for op in converted.operators) == len(model.graph.input) + len(model.graph.output)
+    assert max(converted.conversion.verdict.errors.values()) < allowed
+    weights = {i.name: i.data_type for i in converted.to_onnx().graph.initializer}
+    assert TensorProto.FLOAT not in weights.values() and weights["qkv"] == TensorProto.UINT8
+
+
+def test_it_runs() -> None:
+    model = decoder()
+    found = served(amp.convert(model).to_onnx())
+    assert all(off(value, wanted) < 0.004 for value, wanted in zip(found, served(model), strict=True))
+
+
+def test_what_is_float32_whatever_the_data_is_stays() -> None:
+    """Statistics that a norm gives, and the scales of a quantised cache."""
+    program = amp.Program.from_onnx(
+        onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
+        net (float[2,8] x, float[8] g) => (float[2,8] y, float[2,1] mean, float[2,1] inverse)
+          { y, mean, inverse = com.microsoft.SkipLayerNormalization(x, x, g) }""")
+    )
+    narrow = narrowed(program.operators[0], "float16")
+    assert narrow == Slots(["float16"] * 3, ["float16", "float32", "float32"])
+    attention = next(op for op in amp.Program.from_onnx(decoder()).operators if op.type == "GroupQueryAttention")
+    for slot in (12, 13):
+        attention.set_input(slot, attention.program.add_variable(f"scale_{slot}", "float32", (1,)))
+    narrow = narrowed(attention, "bfloat16")
+    assert isinstance(narrow, Slots) and narrow.inputs[12:] == ["float32"] * 2
+    assert {narrow.inputs[slot] for slot in (0, 3, 4, 7, 8)} == {"bfloat16"}
+
+
+def test_a_quantised_table_has_kernels_for_what_it_gives() -> None:
+    for dtype in ("float16", "bfloat16", "float32"):
+        assert has_kernel("CUDAExecutionProvider", "GatherBlockQuantized", dtype, 21, "com.microsoft")
+
+
+def test_where_kernels_round_inside_the_unmeasured_stay_float32() -> None:
+    converted = amp.convert(decoder(), place="webgpu")
+    kept = {op.type: str(op.reason) for op in converted.operators if op.precision == "float32" and op.type != "Cast"}
+    assert {"MatMulNBits", "GroupQueryAttention"} <= set(kept)
+    assert "unknown number of roundings" in kept["MatMulNBits"]
