@@ -8,7 +8,7 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.nodes import Variable
-from amp_transpiler.nn.building import INTEGER, append, axis_of, describe, fresh, variable, whole
+from amp_transpiler.nn.building import INTEGER, append, axis_of, describe, fixed, fresh, variable, whole
 from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.manipulation import LONGEST
 from amp_transpiler.option_checks import is_whole
@@ -42,11 +42,28 @@ def gather_nd(x: Variable, index: Variable) -> Variable:
 
 @function("nn.take_along_axis")
 def take_along_axis(arr: Variable, indices: Variable, axis: int) -> Variable:
-    """``arr`` at the places ``indices`` of dimension ``axis``, element by element; both of one rank."""
+    """``arr`` at the places ``indices`` of dimension ``axis``, element by element.
+
+    Both are of one rank; where one has a single element along another dimension, it is repeated as often as the other
+    has elements, which are known.
+    """
     call = "take_along_axis"
     at = axis_of(call, axis, variable(call, "arr", arr, min_rank=1))
     variable(call, "indices", indices, dtypes=INTEGER, rank=len(arr.shape or ()))
-    return append(call, "GatherElements", [arr, indices], attrs={"axis": at})
+    prefix = fresh(call)
+    operands = [_repeated(call, x, like, at, prefix) for x, like in ((arr, indices), (indices, arr))]
+    return append(call, "GatherElements", operands, attrs={"axis": at}, prefix=prefix)
+
+
+def _repeated(call: str, x: Variable, like: Variable, at: int, prefix: str) -> Variable:
+    """``x`` with the sizes of ``like`` where it has one element, but along the dimension ``at``."""
+    pairs = enumerate(zip(x.shape or (), like.shape or (), strict=True))
+    single = [i for i, (own, other) in pairs if own == 1 != other and i != at]
+    if not single:
+        return x
+    sizes = np.ones(len(x.shape or ()), np.int64)
+    sizes[single] = [fixed(call, like.name, like, i) for i in single]
+    return append(call, "Expand", [x, sizes], prefix=prefix)
 
 
 def _int64(call: str, index: Variable, prefix: str, min_rank: int) -> Variable:

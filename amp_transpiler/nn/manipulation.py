@@ -103,11 +103,22 @@ def squeeze(x: Variable, axis: int | Sequence[int] | None = None) -> Variable:
 
 @function()
 def unsqueeze(x: Variable, axis: int | Sequence[int]) -> Variable:
-    """Insert dimensions of size 1 at these places of the result."""
+    """Insert dimensions of size 1, one after the other: each of ``axis`` is a place in what those before it made."""
     call = "unsqueeze"
     variable(call, "x", x)
-    axes = list(axis) if isinstance(axis, (list, tuple)) else [axis]
-    return append(call, "Unsqueeze", [x, _ints(call, "axis", axes)])
+    axes = _ints(call, "axis", axis if isinstance(axis, (list, tuple)) else [axis])
+    return append(call, "Unsqueeze", [x, axes if len(axes) < 2 else _in_turn(call, x, axes.tolist())])
+
+
+def _in_turn(call: str, x: Variable, places: list[int]) -> np.ndarray:
+    """Where the dimensions lie in the result that are inserted one after the other."""
+    kept = [True] * len(variable(call, "x", x, min_rank=int(x.shape is None)).shape or ())
+    for place in places:
+        rank = len(kept) + 1
+        if not -rank <= place < rank:
+            raise ArgumentError(f"{call}: axis {place} of {places} is outside the {rank} dimensions at its turn")
+        kept.insert(place % rank, False)
+    return np.flatnonzero(~np.array(kept)).astype(np.int64)
 
 
 @function()
@@ -164,8 +175,12 @@ def slice(
 def strided_slice(
     x: Variable, axes: Sequence[int], starts: Sequence[int], ends: Sequence[int], strides: Sequence[int]
 ) -> Variable:
-    """:func:`slice` with steps."""
-    return slice(x, axes, starts, ends, strides)
+    """:func:`slice` with steps; to an end of -1 a negative one goes through the first element, as in Paddle."""
+    call = "strided_slice"
+    last, steps = _ints(call, "ends", ends), _ints(call, "strides", strides)
+    if len(last) == len(steps):
+        last = np.where((last == -1) & (steps < 0), -LONGEST, last)
+    return slice(x, axes, starts, last.tolist(), steps.tolist())
 
 
 @function()

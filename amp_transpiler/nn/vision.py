@@ -14,6 +14,8 @@ from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.pooling import adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d
 from amp_transpiler.nn.windows import LAYOUTS, image, numbers
 
+#: Paddle's names here of the layouts of an image of one axis.
+_LINES = {"NCW": "NCL", "NWC": "NLC"}
 #: Mode -> the number of axes, and ONNX's mode.
 _MODES = {"linear": (1, "linear"), "bilinear": (2, "linear"), "trilinear": (3, "linear"), "bicubic": (2, "cubic")}
 
@@ -33,9 +35,10 @@ def interpolate(
     ``x``: float [batch, channels, axis, …] of 1 to 3 axes. ``mode``: "nearest", "linear" (one axis), "bilinear" (two),
     "trilinear" (three), "bicubic" (two) or "area" (adaptive mean). ``align_corners``: the outermost elements lie on
     one another. ``align_mode`` of the linear modes: 0 for half a pixel in the middle of an element, 1 for
-    ``place * scale``. Sizes are rounded down.
+    ``place * scale``. Sizes are rounded down. The layout of one axis is also called NCW or NWC.
     """
     call = "interpolate"
+    data_format = _LINES.get(str(data_format), data_format)
     rank = len(variable(call, "x", x, dtypes=FLOATING, min_rank=3).shape or ()) - 2
     if rank not in LAYOUTS:
         raise ArgumentError(f"{call}: x {describe(x)} must have 3, 4 or 5 dimensions")
@@ -53,6 +56,9 @@ def interpolate(
     # Scales and sizes of all dimensions, not of the image's axes alone (attribute ``axes``): onnxruntime forgets the
     # axes when it moves a transposition past Resize.
     y = at.channels_first(prefix)
+    apart = mode == "bicubic" and at.channels_last
+    if apart:  # or it moves the transposition past Resize all the same, and has no kernel for such a cubic one
+        y = append(call, "Reshape", [y, np.array([-1, 1, 0, 0], np.int64)], prefix=prefix)
     inputs: list[Input]
     if size is not None:
         sizes = np.array(numbers(call, "size", size, rank), np.int64)
@@ -67,6 +73,8 @@ def interpolate(
     resized = append(call, "Resize", inputs, attrs=_attributes(call, mode, align_corners, align_mode), prefix=prefix)
     if size is not None:  # which inference does not find behind a Shape
         resized.shape = (*(y.shape or ())[:2], *sizes.tolist())
+    if apart:
+        resized = append(call, "Reshape", [resized, np.array([-1, at.channels, 0, 0], np.int64)], prefix=prefix)
     return at.as_given(resized, prefix)
 
 

@@ -31,6 +31,7 @@ from amp_transpiler.ops.training.rows import joined, remember_state, state_as
 from amp_transpiler.passes.lowering.arithmetic import Arithmetic, kernels_of
 from amp_transpiler.passes.lowering.biases import biased_products, emit_biased
 from amp_transpiler.passes.lowering.channel_layout import as_image, by_channel, exchange
+from amp_transpiler.passes.lowering.columns import emit_column
 from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
 from amp_transpiler.passes.lowering.flat_layout import FlatState, flat_layout
 from amp_transpiler.passes.lowering.gradient_sums import running_sums
@@ -216,7 +217,7 @@ class _Emission(EmulatedStorage):
         elif lowering_rule_of(op, self.e.at) is None or self.unsized(op) or not self._body(op):
             if op.domain == OWN:
                 raise GraphError(f"operator '{op.label}' ({op.full_type}) has no lowering rule; it cannot be run")
-            known = emit_known(self, op) or emit_biased(self, self.biased.get(op), op)
+            known = emit_known(self, op) or emit_biased(self, self.biased.get(op), op) or emit_column(self, op)
             if not (known or emit_multiple(self, op) or emit_lookup(self, op) or emit_scatter(self, op)):
                 self._standard(op)
 
@@ -224,11 +225,10 @@ class _Emission(EmulatedStorage):
         source, target = op.inputs[0], op.outputs[0]
         assert source is not None and target is not None and target.dtype is not None
         value = self.read(op, source)
+        extra: dict[str, Any] = {"saturate": op.attrs.proto("saturate").i} if "saturate" in op.attrs else {}
         if source.dtype == target.dtype:
             self.env[target.key] = value
-            return
-        extra: dict[str, Any] = {"saturate": op.attrs.proto("saturate").i} if "saturate" in op.attrs else {}
-        if target.dtype in HALF and self.cpu and target.name in self.keep_fp32:
+        elif target.dtype in HALF and self.cpu and target.name in self.keep_fp32:
             self.env[target.key] = self.e.cast(value, "float32")
         elif target.dtype in HALF:
             stored = self.e.stored if self.cpu else partial(state_as, self.e)

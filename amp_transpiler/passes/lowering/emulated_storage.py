@@ -14,6 +14,7 @@ from amp_transpiler.ir.nodes import BACKWARD, OWN, Operator, Variable
 from amp_transpiler.ir.opdef import lookup, traits_of
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.passes.lowering.lowered import emulated_attribute
+from amp_transpiler.passes.view.transposed import behind_transpositions
 
 
 class EmulatedStorage:
@@ -37,6 +38,11 @@ class EmulatedStorage:
     def trains(self) -> bool:
         """Whether the program has gradients."""
         return any(op.role == BACKWARD for op in self.program.operators)
+
+    @cached_property
+    def transposed(self) -> set[Variable]:
+        """What a product may read through a transposition."""
+        return behind_transpositions(self.program)
 
     def emulated(self, value: Value) -> Value:
         """A real tensor as this place stores it."""

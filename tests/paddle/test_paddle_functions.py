@@ -1,0 +1,60 @@
+"""Functions whose arguments mean something of their own in Paddle, against what Paddle was recorded to compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.errors import ArgumentError
+from amp_transpiler.nn import functional as F
+from tests.helpers.where import oracle
+
+CASES: dict[str, dict[str, Any]] = {case["name"]: case for case in oracle("functions_fp32.json")}
+
+
+def _array(held: dict[str, Any]) -> np.ndarray[Any, Any]:
+    found = np.array(held["data"]).reshape(held["shape"])
+    return found if found.dtype.kind == "i" else found.astype(np.float32)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients_are_paddles(name: str) -> None:
+    """The gradient is that of the sum of results times numbers from -1 to 1."""
+    case = CASES[name]
+    arrays = {key: _array(held) for key, held in case["inputs"].items()}
+    expected = {"result": _array(case["result"])} | {key: _array(held) for key, held in case["gradients"].items()}
+    numbers = np.linspace(-1, 1, expected["result"].size, dtype=np.float32).reshape(expected["result"].shape)
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        weights = amp.data("weights", list(numbers.shape), "float32")
+        inputs = {
+            key: amp.create_parameter(list(array.shape), "float32", name=key, initializer=array)
+            if array.dtype.kind == "f"
+            else amp.data(key, list(array.shape), "int64")
+            for key, array in arrays.items()
+        }
+        called: Any = amp
+        for part in case["call"].split("."):
+            called = getattr(called, part)
+        result = called(**inputs, **case["keywords"])
+        pairs = {p.name: grad for p, grad in amp.append_backward(F.sum(result * weights))}
+    assert result.shape == expected["result"].shape and pairs.keys() == case["gradients"].keys()
+    executor, scope = amp.Executor(amp.CPUPlace()), amp.Scope()
+    executor.run(startup, scope=scope)
+    feed = {"weights": numbers} | {key: array for key, array in arrays.items() if array.dtype.kind == "i"}
+    made = executor.run(main, feed, [result, *(pairs[key] for key in case["gradients"])], scope)
+    for found, (what, wanted) in zip(made, expected.items(), strict=True):
+        assert found.shape == wanted.shape, what
+        assert np.abs(found - wanted).max() < 2e-6, what
+
+
+def test_what_cannot_be_repeated_or_inserted_is_named() -> None:
+    with amp.program_guard(amp.Program()):
+        table, places = amp.data("table", [None, 4], "float32"), amp.data("places", [1, 2], "int64")
+        with pytest.raises(ArgumentError, match="take_along_axis: dimension 0 of table .* must be known"):
+            F.take_along_axis(table, places, 1)
+        with pytest.raises(ArgumentError, match=r"unsqueeze: axis 4 of \[4, 0\] is outside the 3 dimensions"):
+            F.unsqueeze(table, [4, 0])
