@@ -381,6 +381,8 @@ class Executor:
             staged.hold({v.name: device_tensors.from_array(initial_content(v), self.place) for v in arrays})
             results = self._run(program if rest is None else rest, plan, step, feeds, staged, return_numpy)
             settle(program, staged.ort_values, scope, self.place)
+        if step is not None and self.place.kind == "cpu":
+            release_memory(beside=staged.ort_values.values())
         return results
 
 

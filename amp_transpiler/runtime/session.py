@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import tempfile
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -267,8 +267,13 @@ def _settle_arena() -> None:
     release_memory()
 
 
-def release_memory() -> None:
-    """Give memory back to the system that no session needs any more."""
+def release_memory(beside: Iterable[Any] | None = None) -> None:
+    """Give memory back to the system that no session needs any more.
+
+    ``beside``: only where that is much, for these values, which have been made, lay in the arena before their copies.
+    """
+    if beside is not None and sum(value.tensor_size_in_bytes() for value in beside) < REGION:
+        return
     options = ort.RunOptions()
     options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
     session = _session(_probe(), CPUPlace(), Settings(threads=1))

@@ -310,6 +310,12 @@ def test_sessions_take_their_memory_from_one_arena_and_give_it_back() -> None:
     assert one > 40 and eight < 1.5 * one and closed < 0.5 * one, done.stdout
 
 
+def test_large_state_takes_its_size_once_it_is_made() -> None:
+    """The arena, in which it was computed, gives that memory back."""
+    taken, size = measured("--state")
+    assert 500 < size < 520 and taken < 1.1 * size, (taken, size)
+
+
 def test_regions_are_whole_units() -> None:
     """onnxruntime's arena refuses another one, once a program needs so much: some gigabytes here."""
     assert all(size % 256 == 0 and size < 2**31 for size in (FIRST_REGION, REGION, LARGEST_REGION))

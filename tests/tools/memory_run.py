@@ -2,7 +2,7 @@
 
 Prints forecast and measurement in MiB, state and feeds not counted. The arguments are a program of PROGRAMS, a mode
 ("fp32", "amp", "pure-fp16"), and a pattern to recompute. With ``--shapes``: see :func:`shapes`, with ``--steps``:
-:func:`steps`.
+:func:`steps`, with ``--state``: :func:`state`.
 """
 
 from __future__ import annotations
@@ -211,6 +211,19 @@ def steps() -> None:
     print(found[0], found[-1])
 
 
+def state() -> None:
+    """What a table of 256 MiB and its accumulator take once they are made, and their size, in MiB."""
+    main_, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main_, startup), amp.unique_name.guard():
+        rows = amp.nn.embedding(amp.data("x", [8], "int64"), [2**22, 16], is_sparse=True)
+        amp.optimizer.Adagrad(0.01, initial_accumulator_value=0.1).minimize(F.mean(rows))
+    executor, scope = amp.Executor(threads=1), amp.Scope()
+    warm_up(executor)
+    before = status("VmRSS")
+    executor.run(startup, scope=scope)
+    print(status("VmRSS") - before, sum(value.tensor_size_in_bytes() for value in scope.ort_values.values()) / 2**20)
+
+
 def measured(*arguments: str) -> tuple[float, float]:
     """(forecast, measured) MiB, by this module in a process of its own."""
     done = subprocess.run(
@@ -229,5 +242,7 @@ if __name__ == "__main__":
         shapes()
     elif sys.argv[1:] == ["--steps"]:
         steps()
+    elif sys.argv[1:] == ["--state"]:
+        state()
     else:
         main(*sys.argv[1:])
