@@ -133,7 +133,7 @@ def conv2d(
 
     ``x``: float [batch, channels, height, width], channels known. ``padding``: see the module's text. Filters w_0
     [num_filters, channels / groups, height, width], in this order for every layout, start Kaiming normal
-    (as Paddle's, standard deviation sqrt(2 / fan in)), the bias b_0 [num_filters] at 0.
+    (standard deviation sqrt(2 / fan in), as Paddle's where there is one group), the bias b_0 [num_filters] at 0.
     ArgumentError: unknown channels, groups that do not divide them, a filter larger than the padded image.
     """
     return _convolution(

@@ -51,6 +51,50 @@ def test_results_and_gradients_are_paddles(name: str) -> None:
         assert np.abs(found - wanted).max() < 2e-6, what
 
 
+# -- the same words, and other numbers: docs/coming_from.md ------------------------------------------------------------
+SOFT_LABELLED: dict[str, Any] = {
+    "cross_entropy": lambda x, label: F.cross_entropy(x, F.softmax(label), soft_label=True),
+    "kl_div": lambda x, label: F.kl_div(F.log_softmax(x), F.softmax(label)),
+    "binary_cross_entropy": lambda x, label: F.binary_cross_entropy(F.sigmoid(x), F.sigmoid(label)),
+}
+
+
+@pytest.mark.parametrize("name", SOFT_LABELLED)
+def test_a_label_has_its_gradient_unless_it_stops_there(name: str) -> None:
+    def learning(stops: bool) -> list[str]:
+        with amp.program_guard(amp.Program()), amp.unique_name.guard():
+            x, label = (amp.create_parameter([2, 3], "float32", name=each) for each in ("x", "label"))
+            held = label * 2.0
+            held.stop_gradient = stops
+            return [p.name for p, _ in amp.append_backward(SOFT_LABELLED[name](x, held))]
+
+    assert learning(stops=False) == ["x", "label"] and learning(stops=True) == ["x"]
+
+
+def test_where_every_label_is_ignored_the_mean_is_nan_and_the_gradients_are_0() -> None:
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        x = amp.create_parameter([2, 3], "float32", name="x")
+        loss = F.cross_entropy(x, amp.data("label", [2], "int64"))
+        ((_, grad),) = amp.append_backward(loss)
+    executor, scope = amp.Executor(amp.CPUPlace()), amp.Scope()
+    executor.run(startup, scope=scope)
+    mean, grads = executor.run(main, {"label": np.array([-100, -100])}, [loss, grad], scope)
+    assert np.isnan(mean) and not grads.any()
+
+
+@pytest.mark.parametrize("function, bound", [(F.relu6, 0.0), (F.relu6, 6.0), (F.hardtanh, -1.0), (F.clip, 1.0)])
+def test_the_gradient_is_1_up_to_the_bounds(function: Any, bound: float) -> None:
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        x = amp.create_parameter([1], "float32", name="x", initializer=np.array([bound], np.float32))
+        y = function(x, max=1.0) if function is F.clip else function(x)
+        ((_, grad),) = amp.append_backward(F.sum(y))
+    executor, scope = amp.Executor(amp.CPUPlace()), amp.Scope()
+    executor.run(startup, scope=scope)
+    assert executor.run(main, {}, [grad], scope)[0] == [1.0]
+
+
 def test_what_cannot_be_repeated_or_inserted_is_named() -> None:
     with amp.program_guard(amp.Program()):
         table, places = amp.data("table", [None, 4], "float32"), amp.data("places", [1, 2], "int64")
