@@ -12,6 +12,7 @@ from amp_transpiler.passes.canonicalize.hypotenuses import write_hypotenuses
 from amp_transpiler.passes.canonicalize.root_mean_squares import write_as_norms
 from amp_transpiler.passes.canonicalize.simplify import remove_dead
 from amp_transpiler.passes.pipeline import Context, Pass, Property
+from amp_transpiler.passes.view.typing import programs
 
 #: The opset of LayerNormalization.
 _LAYER_NORM = 17
@@ -31,10 +32,11 @@ class WriteNorms(Pass):
         options = context[OPTIONS]
         names, keep = protected(graph, options)
         before = graph.version
-        if graph.opset() >= _LAYER_NORM:
-            context.notes += fuse_layer_norms(graph, names, keep)
-        if options.dtype == "float16" and options.numeric_guards:  # the digits of bfloat16 are too few for a whole row
-            write_as_norms(graph, names, keep)
-            write_hypotenuses(graph, names, keep)
+        for each in list(programs(graph)):
+            if graph.opset() >= _LAYER_NORM:
+                context.notes += fuse_layer_norms(each, names, keep)
+            if options.dtype == "float16" and options.numeric_guards:  # bfloat16 has too few digits for a whole row
+                write_as_norms(each, names, keep)
+                write_hypotenuses(each, names, keep)
         if graph.version != before:
             remove_dead(graph, names, keep)

@@ -227,6 +227,6 @@ def _is_mask(variable: Variable, shape: tuple[int, ...], combined: bool) -> bool
         return False
     array = np.asarray(as_array(variable.data), np.float32)
     if combined:
-        masked = array <= _MASK / 2  # a bias was added to it
+        masked = (array <= _MASK / 2) | np.isnan(array)  # a bias was added to it; what cannot be is NaN
         return bool(masked.any()) and bool((masked | (np.abs(array) < -_MASK / 10)).all())
     return bool((array <= _MASK).any()) and bool(((array <= _MASK) | (array == 0)).all())

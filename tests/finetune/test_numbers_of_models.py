@@ -218,3 +218,10 @@ def test_the_rates_that_a_state_space_layer_begins_with_are_trained() -> None:
     rates = np.broadcast_to(-np.arange(1, 17, dtype=np.float32), (4, 16)).copy()
     made = program("net (float[4,16] x) => (float[4,16] y) { t = Mul (x, c) y = Exp (t) }", c=rates)
     assert reasons(made, "c") == [""]
+
+
+def test_what_cannot_be_is_no_weight() -> None:
+    """``jnp.var`` chooses between a variance and NaN, which jax2onnx writes as a tensor."""
+    text = "net (float[2,4] x, bool some) => (float[2,4] y) { h = Mul(x, w) y = Where(some, h, never) }"
+    made = program(text, w=np.full((2, 4), 1.5, np.float32), never=np.full((2, 4), np.nan, np.float32))
+    assert reasons(made, "w", "never") == ["", "a mask"]

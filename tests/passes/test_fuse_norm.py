@@ -175,3 +175,39 @@ def test_what_is_no_layer_norm_stays(change: tuple[str, str]) -> None:
     executor.run(program.startup, scope=scope)
     (found,) = executor.run(program, feed={"x": X}, fetch_list=["y"], scope=scope)
     np.testing.assert_allclose(found, served(model), rtol=1e-3, atol=1e-3, equal_nan=True)
+
+
+#: The same in one branch, a root of a mean square in the other: as decoders that optimum merges, which share weights.
+BRANCHES = """<ir_version: 8, opset_import: ["" : 18]>
+net (float[2,4,6] x, bool c) => (float[2,4,6] y)
+  <float[6] g = {0.5, 1.0, 1.5, 2.0, 0.7, 0.9}, float[6] b = {0.1, 0.2, 0.3, -0.1, -0.2, -0.3}>
+{
+  y = If(c) <then_branch = one () => (float[2,4,6] y1) {
+    last = Constant <value_ints: ints = [-1]> ()  eps = Constant <value_float: float = 1e-6> ()
+    m = ReduceMean(x, last)  d = Sub(x, m)  dd = Mul(d, d)  v = ReduceMean(dd, last)  ve = Add(v, eps)
+    r = Sqrt(ve)  n = Div(d, r)  ng = Mul(n, g)  y1 = Add(ng, b)
+  }, else_branch = two () => (float[2,4,6] y2) {
+    last = Constant <value_ints: ints = [-1]> ()  eps = Constant <value_float: float = 1e-6> ()
+    xx = Mul(x, x)  s = ReduceMean(xx, last)  ve = Add(s, eps)  r = Sqrt(ve)  n = Div(x, r)  y2 = Mul(n, g)
+  }>
+}"""
+
+
+def test_norms_in_branches_are_operators_too() -> None:
+    model = onnx.parser.parse_model(BRANCHES)
+    converted = amp.convert(model)
+    one, two = next(op for op in converted.operators if op.type == "If").attrs.programs
+    assert "LayerNormalization" in {op.type for op in one.operators}
+    for each in (one, two):
+        floats = [op for op in each.operators if op.type not in ("Cast", "Constant")]
+        assert {op.precision for op in floats} == {"float16"} and not {"ReduceMean", "Sqrt"} & {
+            op.type for op in floats
+        }
+    for branch in (True, False):
+        found, wanted = (
+            ort.InferenceSession(each.SerializeToString(), providers=["CPUExecutionProvider"]).run(
+                None, {"x": X, "c": np.array(branch)}
+            )
+            for each in (converted.to_onnx(), model)
+        )
+        assert off(found[0], wanted[0]) < 4e-3
