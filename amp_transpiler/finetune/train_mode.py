@@ -10,7 +10,8 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.metadata import ASKED, SYNCHRONIZED
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.patterns import matching
-from amp_transpiler.ops.training.random import MASK_ID, rng_state
+from amp_transpiler.ops.training.random import MASK_ID
+from amp_transpiler.ops.training.seeds import rng_state
 from amp_transpiler.option_checks import is_real
 from amp_transpiler.program import Program
 

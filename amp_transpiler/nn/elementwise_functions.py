@@ -23,7 +23,8 @@ from amp_transpiler.nn.building import (
     variable,
 )
 from amp_transpiler.nn.calls import function, simple
-from amp_transpiler.ops.training.random import MASK_ID, rng_state
+from amp_transpiler.ops.training.random import MASK_ID
+from amp_transpiler.ops.training.seeds import rng_state
 from amp_transpiler.option_checks import is_real
 from amp_transpiler.program import default_startup_program
 

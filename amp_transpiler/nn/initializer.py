@@ -16,7 +16,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.nodes import OWN, Variable
 from amp_transpiler.ir.types import NAMES, element_type, numpy_dtype
 from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
-from amp_transpiler.ops.training.random import set_default_seed, startup_seed
+from amp_transpiler.ops.training.seeds import set_default_seed, startup_seed
 from amp_transpiler.option_checks import is_whole
 
 

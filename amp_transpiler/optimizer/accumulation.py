@@ -14,8 +14,8 @@ from amp_transpiler.ir import context
 from amp_transpiler.ir.accumulation_window import AccumulationWindow
 from amp_transpiler.ir.nodes import BACKWARD, OWN, SCALING, Variable
 from amp_transpiler.ops.training.accumulate import ACCUMULATE, ACCUMULATE_ROWS, RESET
-from amp_transpiler.ops.training.random import STEP
 from amp_transpiler.ops.training.scaling import master_type
+from amp_transpiler.ops.training.seeds import STEP
 from amp_transpiler.optimizer.pairs import ParamsGrads
 from amp_transpiler.optimizer.state import (
     create_copy,

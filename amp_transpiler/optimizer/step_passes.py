@@ -11,7 +11,7 @@ from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.context import operator_role
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import SCALING, Operator, Variable
-from amp_transpiler.ops.training.random import STEP as RNG_STEP
+from amp_transpiler.ops.training.seeds import STEP as RNG_STEP
 from amp_transpiler.optimizer.accumulation import Accumulation
 from amp_transpiler.optimizer.loss_scaling import check_finite_and_unscale, extend_check
 from amp_transpiler.optimizer.pairs import Callback, ParamsGrads, called, in_parameter_order, latest_first, made_at

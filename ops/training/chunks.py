@@ -15,7 +15,7 @@ from amp_transpiler.ops.training.branches import as_tensor, emulating, needed
 def by_chunks(e: Emitter, values: Sequence[Value], write: Callable[..., Sequence[Value]]) -> list[Value]:
     """What ``write`` makes of a chunk of each of the ``values``, for all their chunks, along the first dimension.
 
-    It makes as many elements of each as it gets. What it computes without them is computed once.
+    What it computes without them is computed once.
     """
     with e.nested():
         chunks = [Value(e.name("chunk"), e.tensor_type(v), (v.shape or ())[1:]) for v in values]
@@ -31,10 +31,11 @@ def by_chunks(e: Emitter, values: Sequence[Value], write: Callable[..., Sequence
     names = [e.name("Scan") for _ in made]
     scanned = [value.name for value in values]
     e.nodes.append(onnx.helper.make_node("Scan", scanned, names, names[0], body=body, num_scan_inputs=len(values)))
-    shape = values[0].shape
+    count = (values[0].shape or ())[:1]
+    shapes = [None if tensor.shape is None else (*count, *tensor.shape) for tensor in made]
     return [
         emulating(e, Value(name, tensor.dtype, shape), Value(name, value.dtype, shape))
-        for name, tensor, value in zip(names, made, written, strict=True)
+        for name, tensor, value, shape in zip(names, made, written, shapes, strict=True)
     ]
 
 

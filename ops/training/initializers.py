@@ -10,6 +10,7 @@ changes what they give.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import onnx
@@ -20,12 +21,16 @@ from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import lowering_rule, own
 from amp_transpiler.ir.types import FLOATS, HALF, numpy_dtype
-from amp_transpiler.ops.training.random import normal, stream_of, uniform
+from amp_transpiler.ops.training.chunks import by_chunks
+from amp_transpiler.ops.training.random import ahead_of, normal, stream_of, uniform
 
 CONSTANT = "ConstantInitializer"
 
 #: The step that initial values are drawn at; masks count from 0.
 _STEP = 0xFFFFFFFF
+
+#: Elements of a variable from which on it is drawn in chunks, and of a chunk.
+_LARGE, _CHUNK = 1 << 22, 1 << 18
 
 #: Giles' polynomial, the highest power of w - 2.5 first.
 _ERFINV = (
@@ -51,6 +56,22 @@ def _target(op: Operator) -> tuple[str, str, tuple[int, ...]]:
     return variable.name, variable.dtype, shape
 
 
+def _drawn(e: Emitter, shape: tuple[int, ...], write: Callable[[tuple[int, ...], Value | None], Value]) -> Value:
+    """What ``write`` makes of this shape: of a large one on the host a chunk at a time, which takes memory once.
+
+    ``write`` gets a shape, and what is ahead of it in the stream (None: nothing).
+    """
+    total = math.prod(shape)
+    if total < _LARGE or not e.at.host:
+        return write(shape, None)
+    size = next((size for size in range(_CHUNK, _CHUNK // 16, -1) if total % size == 0), _CHUNK)
+    ahead = e.const(ahead_of(np.arange(0, total, size)))
+    (whole,) = by_chunks(e, [ahead], lambda before: [write((size,), before)])
+    if total % size:
+        whole = e.Slice(e.reshape(whole, (-1,)), e.ints(0), e.ints(total))
+    return e.reshape(Value(whole.name, whole.dtype), shape)
+
+
 @lowering_rule(own("SeedInitializer"))
 def seed_initializer(e: Emitter, op: Operator) -> list[Value]:
     """The program's seed, as a value that constant folding does not see."""
@@ -62,16 +83,24 @@ def uniform_initializer(e: Emitter, op: Operator, seed: Value) -> list[Value]:
     """low + (high - low) * u, u uniform in [0, 1)."""
     name, _, shape = _target(op)
     low, high = op.attrs["low"], op.attrs["high"]
-    u = uniform(e, shape, seed, e.const(_STEP, "uint32"), stream_of(name))
-    return [e.Add(e.Mul(u, e.like(high - low, u)), e.like(low, u), shape=shape)]
+
+    def write(size: tuple[int, ...], ahead: Value | None) -> Value:
+        u = uniform(e, size, seed, e.const(_STEP, "uint32"), stream_of(name), ahead)
+        return e.Add(e.Mul(u, e.like(high - low, u)), e.like(low, u), shape=size)
+
+    return [_drawn(e, shape, write)]
 
 
 @lowering_rule(own("NormalInitializer"))
 def normal_initializer(e: Emitter, op: Operator, seed: Value) -> list[Value]:
     """mean + std * z, z standard normal."""
     name, _, shape = _target(op)
-    z = normal(e, shape, seed, e.const(_STEP, "uint32"), stream_of(name))
-    return [e.Add(e.Mul(z, e.like(op.attrs["std"], z)), e.like(op.attrs["mean"], z), shape=shape)]
+
+    def write(size: tuple[int, ...], ahead: Value | None) -> Value:
+        z = normal(e, size, seed, e.const(_STEP, "uint32"), stream_of(name), ahead)
+        return e.Add(e.Mul(z, e.like(op.attrs["std"], z)), e.like(op.attrs["mean"], z), shape=size)
+
+    return [_drawn(e, shape, write)]
 
 
 @lowering_rule(own("TruncatedNormalInitializer"))
@@ -82,15 +111,19 @@ def truncated_normal_initializer(e: Emitter, op: Operator, seed: Value) -> list[
     function", 2010), which |x| <= erf(sqrt(2)) keeps below 2.5.
     """
     name, _, shape = _target(op)
-    u = uniform(e, shape, seed, e.const(_STEP, "uint32"), stream_of(name))
     reach = math.erf(math.sqrt(2))
-    x = e.Add(e.Mul(u, e.like(2 * reach, u)), e.like(-reach, u))
-    w = e.Add(e.Neg(e.Log(e.Sub(e.like(1, u), e.Mul(x, x)))), e.like(-2.5, u))
-    series = e.like(_ERFINV[0], u)
-    for coefficient in _ERFINV[1:]:
-        series = e.Add(e.Mul(series, w), e.like(coefficient, u))
-    z = e.Mul(e.Mul(series, x), e.like(math.sqrt(2) * op.attrs["std"], u))
-    return [e.Add(z, e.like(op.attrs["mean"], u), shape=shape)]
+
+    def write(size: tuple[int, ...], ahead: Value | None) -> Value:
+        u = uniform(e, size, seed, e.const(_STEP, "uint32"), stream_of(name), ahead)
+        x = e.Add(e.Mul(u, e.like(2 * reach, u)), e.like(-reach, u))
+        w = e.Add(e.Neg(e.Log(e.Sub(e.like(1, u), e.Mul(x, x)))), e.like(-2.5, u))
+        series = e.like(_ERFINV[0], u)
+        for coefficient in _ERFINV[1:]:
+            series = e.Add(e.Mul(series, w), e.like(coefficient, u))
+        z = e.Mul(e.Mul(series, x), e.like(math.sqrt(2) * op.attrs["std"], u))
+        return e.Add(z, e.like(op.attrs["mean"], u), shape=size)
+
+    return [_drawn(e, shape, write)]
 
 
 @lowering_rule(own(CONSTANT))

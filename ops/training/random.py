@@ -38,18 +38,14 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import constant_array
-from amp_transpiler.ir.nodes import FORWARD, OWN, Operator, Variable
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import for_test, gradient, lowering_rule, traits
 from amp_transpiler.lists import keep_fp32
 from amp_transpiler.ops.common import makes_multiples, size_of, times
 
-SEED, STEP = "@rng_seed", "@rng_step"
 #: Metadata entry of a Dropout: the stream of its mask, unique in its program.
 MASK_ID = "mask_id"
-
-_default_seed = 0
 
 _WORD = 1 << 32
 _WEYL = 0x9E3779B9
@@ -128,12 +124,20 @@ def _split(shape: Sequence[int]) -> tuple[int, int]:
     return lines, line
 
 
-def random_bits(e: Emitter, shape: Sequence[int], seed: Value, step: Value, stream: int, first: int = 0) -> Value:
+def ahead_of(first: Any) -> Any:
+    """What the elements before the ``first`` one add to a key, modulo 2**32 (uint32)."""
+    return (np.asarray(first, np.uint64) * _WEYL).astype(np.uint32)
+
+
+def random_bits(
+    e: Emitter, shape: Sequence[int], seed: Value, step: Value, stream: int, first: int = 0, ahead: Value | None = None
+) -> Value:
     """uint32 words of which the upper 24 bits are random: those of the elements from ``first`` on.
 
-    ``seed`` and ``step`` are uint32 scalars.
+    ``seed`` and ``step`` are uint32 scalars, and so is ``ahead``: :func:`ahead_of` a number that the run tells.
     """
     k1, k2 = _keys(e, seed, step, stream)
+    k1 = k1 if ahead is None else e.Add(k1, ahead)
     lines, line = _split(shape)
     total = math.prod(shape)
     starts = (np.arange(lines, dtype=np.uint64) * line + first) * _WEYL
@@ -172,16 +176,20 @@ def _fraction(e: Emitter, bits: Value, first: int) -> Value:
     return e.Mul(e.Add(k, e.like(first, k)) if first else k, e.like(2.0**-24, k))
 
 
-def uniform(e: Emitter, shape: Sequence[int], seed: Value, step: Value, stream: int) -> Value:
+def uniform(
+    e: Emitter, shape: Sequence[int], seed: Value, step: Value, stream: int, ahead: Value | None = None
+) -> Value:
     """float32 uniform in [0, 1), multiples of 2**-24."""
-    u = _fraction(e, random_bits(e, shape, seed, step, stream), 0)
+    u = _fraction(e, random_bits(e, shape, seed, step, stream, ahead=ahead), 0)
     return Value(u.name, u.dtype, tuple(shape))
 
 
-def normal(e: Emitter, shape: Sequence[int], seed: Value, step: Value, stream: int) -> Value:
+def normal(
+    e: Emitter, shape: Sequence[int], seed: Value, step: Value, stream: int, ahead: Value | None = None
+) -> Value:
     """float32 standard normal, |z| < 5.8 (Box & Muller 1958, the cosine half)."""
-    radius = _fraction(e, random_bits(e, shape, seed, step, stream), 1)  # in (0, 1]: the logarithm is finite
-    angle = _fraction(e, random_bits(e, shape, seed, step, mix(stream + 1)), 0)
+    radius = _fraction(e, random_bits(e, shape, seed, step, stream, ahead=ahead), 1)  # (0, 1]: a finite logarithm
+    angle = _fraction(e, random_bits(e, shape, seed, step, mix(stream + 1), ahead=ahead), 0)
     z = e.Mul(e.Sqrt(e.Mul(e.Log(radius), e.like(-2, radius))), e.Cos(e.Mul(angle, e.like(2 * math.pi, angle))))
     return Value(z.name, z.dtype, tuple(shape))
 
@@ -256,46 +264,6 @@ def _order(stream: int) -> np.ndarray[Any, Any]:
     """0 … _DRAWN - 1 (int32) in an order that a hash of the stream and the number gives."""
     words = np.array([mix(_start(stream) + number * _WEYL) for number in range(_DRAWN)], np.uint32)
     return np.argsort(words, kind="stable").astype(np.int32)
-
-
-def rng_state(program: Graph, startup: Graph | None = None) -> tuple[Variable, Variable]:
-    """The program's persistable uint32 scalars (seed, step), made on the first call.
-
-    ``startup`` (default: ``program.startup``) sets them to its seed and to 0. Every run of the program
-    advances the step by one, a step that is skipped for overflow included.
-    """
-    if program.has_var(STEP):
-        return program.var(SEED), program.var(STEP)
-    startup = startup or program.ensure_startup()
-    known = program.has_var(SEED)  # a clone for testing keeps the seed, but not the step
-    seed = program.var(SEED) if known else program.add_variable(SEED, "uint32", (), persistable=True)
-    step = program.add_variable(STEP, "uint32", (), persistable=True)
-    startup_seed(startup)
-    if not startup.has_var(STEP):
-        first = startup.add_variable(STEP, "uint32", (), persistable=True)
-        startup.add_operator("ConstantInitializer", [], [first], domain=OWN, attrs={"value": np.zeros((), np.uint32)})
-    one = program.add_constant(f"{STEP}.one", np.ones((), np.uint32))
-    after = program.add_variable(f"{STEP}@NEW", "uint32", ())
-    advance = program.add_operator("Add", [step, one], [after], role=FORWARD)
-    advance.guard, advance.scope = False, ""  # wherever the first dropout stands, this belongs to the program
-    program.set_update(step, after)
-    return seed, step
-
-
-def set_default_seed(seed: int) -> None:
-    """The seed of startup programs that have none of their own when their first initialiser is added."""
-    global _default_seed
-    _default_seed = seed
-
-
-def startup_seed(startup: Graph) -> Variable:
-    """The seed variable of a startup program: what ``startup.seed`` is when it is lowered."""
-    if startup.has_var(SEED):
-        return startup.var(SEED)
-    startup.seed = startup.seed or _default_seed
-    seed = startup.add_variable(SEED, "uint32", (), persistable=True)
-    startup.add_operator("SeedInitializer", [], [seed], domain=OWN)
-    return seed
 
 
 # -- Dropout ---------------------------------------------------------------------------------------

@@ -19,7 +19,9 @@ from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.emitter import Emitter
 from amp_transpiler.ir.types import ONNX_TYPES, numpy_dtype
 from amp_transpiler.nn import initializer as I
+from amp_transpiler.ops.training import initializers
 from amp_transpiler.ops.training import random as R
+from amp_transpiler.ops.training.chunks import by_chunks
 from amp_transpiler.ops.training.initializers import constant_initializer
 from amp_transpiler.program import Program, program_guard
 from tests.helpers.building import startup_values
@@ -58,6 +60,26 @@ def test_truncated_normal_is_the_inverse_of_its_distribution() -> None:
     expected = 1 + 0.5 * np.array([law.inv_cdf(low + (high - low) * float(v)) for v in u])
     np.testing.assert_allclose(found.ravel(), expected, rtol=2e-5, atol=2e-6)
     assert 0 <= found.min() < 0.05 and 1.95 < found.max() <= 2
+
+
+@pytest.mark.parametrize("shape", [(40, 13), (521,)], ids=["of whole chunks", "with a rest"])
+@pytest.mark.parametrize("kind", [I.Uniform(-2, 3), I.Normal(1, 2), I.TruncatedNormal(1, 0.5)], ids=repr)
+def test_large_variables_are_drawn_a_chunk_at_a_time(
+    kind: I.Initializer, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build() -> None:
+        nn.create_parameter(list(shape), "float32", "w", kind)
+
+    whole = initial(build, seed=7)["w"]
+    monkeypatch.setattr(initializers, "_LARGE", 512)
+    monkeypatch.setattr(initializers, "_CHUNK", 64)
+    found, scans = initial(build, seed=7)["w"], []
+    monkeypatch.setattr(initializers, "by_chunks", lambda *a: scans.append(a) or by_chunks(*a))
+    again = initial(build, seed=7)["w"]
+    assert len(scans) == 1 and again.tobytes() == found.tobytes()
+    if isinstance(kind, I.Uniform):
+        assert found.tobytes() == whole.tobytes()
+    np.testing.assert_allclose(found, whole, rtol=1e-6, atol=1e-6)  # kernels treat the last few of a tensor apart
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import amp_transpiler as amp
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.nn import functional as F
 from amp_transpiler.ops.training import random as R
+from amp_transpiler.ops.training.seeds import rng_state
 from amp_transpiler.passes.lowering.lowering import lower
 from tests.helpers.building import building, run, startup_values
 from tests.helpers.placement import needs_placement_tool, place
@@ -114,7 +115,7 @@ def test_the_ratio_is_exact(ratio: float, known: bool) -> None:
     main = amp.Program()
     x = main.add_input("x", "float32", [300, 301])
     rate = main.add_constant("rate", np.array(ratio, np.float32)) if known else main.add_input("rate", "float32", [])
-    R.rng_state(main)
+    rng_state(main)
     y, mask = main.add_variable("y", "float32", (300, 301)), main.add_variable("mask", "bool", (300, 301))
     main.add_operator("Dropout", [x, rate, main.add_constant("training", np.array(True))], [y, mask])
     assert main.startup is not None

@@ -23,6 +23,7 @@ from amp_transpiler.ir.infer import type_proto
 from amp_transpiler.nn import functional as F
 from amp_transpiler.nn import initializer as I
 from amp_transpiler.ops.training import random as R
+from amp_transpiler.ops.training.seeds import rng_state
 from amp_transpiler.passes.autodiff.backward import append_backward
 from amp_transpiler.program import Program, program_guard
 from tests.helpers.building import run, startup_values
@@ -286,7 +287,7 @@ def test_imported_dropout_without_a_number() -> None:
     """Its stream comes from its output's name; a ratio that is left out is 0.5."""
     main = Program()
     x = main.add_input("x", "float32", [64, 64])
-    R.rng_state(main)
+    rng_state(main)
     y = main.add_variable("y")
     main.add_operator("Dropout", [x, None, main.add_constant("training", np.array(True))], [y])
     y.dtype, y.shape = "float32", (64, 64)

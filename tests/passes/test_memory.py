@@ -311,9 +311,9 @@ def test_sessions_take_their_memory_from_one_arena_and_give_it_back() -> None:
 
 
 def test_large_state_takes_its_size_once_it_is_made() -> None:
-    """The arena, in which it was computed, gives that memory back."""
-    taken, size = measured("--state")
-    assert 500 < size < 520 and taken < 1.1 * size, (taken, size)
+    """And little more meanwhile: a table is drawn in chunks, and the arena gives back what it was computed in."""
+    taken, most, size = measured("--state")
+    assert 500 < size < 520 and taken < 1.1 * size and most < 1.8 * size, (taken, most, size)
 
 
 def test_regions_are_whole_units() -> None:

@@ -212,7 +212,7 @@ def steps() -> None:
 
 
 def state() -> None:
-    """What a table of 256 MiB and its accumulator take once they are made, and their size, in MiB."""
+    """What a table of 256 MiB and its accumulator take once they are made and at most, and their size, in MiB."""
     main_, startup = amp.Program(), amp.Program("startup")
     with amp.program_guard(main_, startup), amp.unique_name.guard():
         rows = amp.nn.embedding(amp.data("x", [8], "int64"), [2**22, 16], is_sparse=True)
@@ -221,11 +221,12 @@ def state() -> None:
     warm_up(executor)
     before = status("VmRSS")
     executor.run(startup, scope=scope)
-    print(status("VmRSS") - before, sum(value.tensor_size_in_bytes() for value in scope.ort_values.values()) / 2**20)
+    size = sum(value.tensor_size_in_bytes() for value in scope.ort_values.values()) / 2**20
+    print(status("VmRSS") - before, status("VmHWM") - before, size)
 
 
-def measured(*arguments: str) -> tuple[float, float]:
-    """(forecast, measured) MiB, by this module in a process of its own."""
+def measured(*arguments: str) -> list[float]:
+    """What this module prints in a process of its own: forecast and measurement in MiB."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.tools.memory_run", *arguments],
         capture_output=True,
@@ -233,8 +234,7 @@ def measured(*arguments: str) -> tuple[float, float]:
         check=True,
         cwd=ROOT,
     )
-    forecast, found = map(float, done.stdout.split())
-    return forecast, found
+    return [float(number) for number in done.stdout.split()]
 
 
 if __name__ == "__main__":

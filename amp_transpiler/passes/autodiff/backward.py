@@ -21,7 +21,7 @@ from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
 from amp_transpiler.lists.paddle import paddle_arguments
-from amp_transpiler.ops.training.random import rng_state
+from amp_transpiler.ops.training.seeds import rng_state
 from amp_transpiler.passes.autodiff.if_gradient import append_if_gradient, captured_floats
 from amp_transpiler.passes.autodiff.segments import recompute_activations
 from amp_transpiler.passes.autodiff.sparse_gradient import alike, append_rows, is_sparse_lookup

@@ -26,8 +26,8 @@ from amp_transpiler.ir.tensors import as_array, tensor_type, to_proto
 from amp_transpiler.ir.types import HALF, ONNX_TYPES
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
 from amp_transpiler.ops.training.exchange import meets
-from amp_transpiler.ops.training.random import SEED, STEP
 from amp_transpiler.ops.training.rows import joined, remember_state, state_as
+from amp_transpiler.ops.training.seeds import SEED, STEP
 from amp_transpiler.passes.lowering.arithmetic import Arithmetic, kernels_of
 from amp_transpiler.passes.lowering.biases import biased_products, emit_biased
 from amp_transpiler.passes.lowering.channel_layout import as_image, by_channel, exchange

@@ -16,9 +16,9 @@ from amp_transpiler.ir.nodes import SCALING, Operator, Variable
 from amp_transpiler.ir.opdef import Slots, slots_of
 from amp_transpiler.ops.training.average import AVERAGE
 from amp_transpiler.ops.training.clip import CLIPS
-from amp_transpiler.ops.training.random import SEED, STEP
 from amp_transpiler.ops.training.scaling import CHECK, COUNT_BAD, GATE, UPDATE_SCALE
 from amp_transpiler.ops.training.schedule import LEARNING_RATE
+from amp_transpiler.ops.training.seeds import SEED, STEP
 
 
 @dataclass(frozen=True)
