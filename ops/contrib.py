@@ -261,7 +261,7 @@ def _additive(d: Parts, mask: Maybe, k: Variable) -> Maybe:
     if rank == 1:
         if mask.shape is None or k.shape is None or mask.shape[0] is None or mask.shape[0] != k.shape[0]:
             raise d.error("its mask holds start and end positions, or sizes that are not known")
-        kept = d.Less(d.cast(positions_of(d, k, 2), "int32"), d.Reshape(mask, [-1, 1, 1, 1]))
+        kept = d.Less(d.cast(positions_of(d, k, 2), "int32"), d.Unsqueeze(mask, [1, 2, 3]))
     elif rank in (2, 3):
         kept = d.Greater(d.Unsqueeze(mask, [1, 2] if rank == 2 else [1]), d.const(0, mask.dtype))
     else:

@@ -74,7 +74,7 @@ def convert(
         only, exclude: patterns (globs, or regular expressions after "re:") of operator names or scopes that alone
             may become 16 bit, that stay as they are.
         calibration: feeds (a dict, or several), or ``.npz`` files, or folders of them or of ``.npy`` files; see
-            :func:`.runtime.calibration.load_calibration`. Tensors that leave the format or sink below it on
+            :func:`.calibration.samples.load_calibration`. Tensors that leave the format or sink below it on
             this data stay fp32, in every mode.
         tolerance: relative L2 error of each output that auto mode keeps to on the calibration data, and that
             ``check`` judges by; 0.01 for float16, 0.05 for bfloat16.

@@ -287,3 +287,18 @@ def test_an_export_of_bert_optimised(exports: Path, tmp_path: Path) -> None:
     for name in names:
         error = np.linalg.norm(gradient[name] - expected[name]) / max(np.linalg.norm(expected[name]), 1e-6)
         assert error < 1e-4, (name, error)
+
+
+def test_attention_behind_attention_knows_its_batch() -> None:
+    """The lengths of a batch of any size mask both: BERT as onnxruntime's transformers optimizer writes it."""
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>
+    net (float[batch,places,8] x, int32[batch] lengths) => (float[batch,places,8] y) {
+      a = com.microsoft.Attention <num_heads = 2> (x, w1, b, lengths)
+      r = Add(a, x)
+      y = com.microsoft.Attention <num_heads = 2> (r, w2, b, lengths)
+    }""")
+    arrays = {"w1": normal(8, 24), "w2": normal(8, 24), "b": normal(24)}
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(a, n) for n, a in arrays.items())
+    feeds = {"x": normal(3, 5, 8), "lengths": np.array([5, 2, 4], np.int32)}
+    found = gradients(model, feeds, [*arrays], normal(3, 5, 8))
+    assert set(found) == set(arrays) and all(np.abs(g).max() > 0 for g in found.values())
