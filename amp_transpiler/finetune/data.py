@@ -193,14 +193,19 @@ def check_classes(array: np.ndarray, what: str, ways: str) -> None:
             )
 
 
-def _fitted(array: np.ndarray, variable: Variable, what: str) -> np.ndarray:
-    """The array with the rank of an input; FeedError where its sizes are others."""
-    shape = variable.shape
-    if shape is not None and not shape:
+def check_has_samples(variable: Variable) -> None:
+    """FeedError for an input that is one number."""
+    if variable.shape == ():
         raise FeedError(
             f"input '{variable.name}' is a single number, which has no samples; give it a value for good "
             f"(--value {variable.name}=NUMBER, or values={{'{variable.name}': …}})"
         )
+
+
+def _fitted(array: np.ndarray, variable: Variable, what: str) -> np.ndarray:
+    """The array with the rank of an input; FeedError where its sizes are others."""
+    check_has_samples(variable)
+    shape = variable.shape
     array = as_ranked(array, shape)
     wrong = array.ndim == 0 or (
         shape is not None

@@ -15,7 +15,15 @@ from amp_transpiler.distributed import all_gather_object, find_var, rank, world_
 from amp_transpiler.errors import ArgumentError, DistributedError, FeedError
 from amp_transpiler.finetune import resume
 from amp_transpiler.finetune.batch import fixed_batch, freed
-from amp_transpiler.finetune.data import Samples, Source, batch_sizes, check_classes, check_labels, read
+from amp_transpiler.finetune.data import (
+    Samples,
+    Source,
+    batch_sizes,
+    check_classes,
+    check_has_samples,
+    check_labels,
+    read,
+)
 from amp_transpiler.finetune.log import Log
 from amp_transpiler.finetune.loop import Loop
 from amp_transpiler.finetune.options import FitOptions
@@ -114,6 +122,7 @@ class Run:
             return program, fixed, True
         rows = {}
         for variable in fed:
+            check_has_samples(variable)
             array = as_ranked(arrays[variable.name], variable.shape)
             if not array.ndim or not len(array):
                 raise FeedError(f"{what}: array '{variable.name}' holds no samples")

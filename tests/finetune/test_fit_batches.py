@@ -100,6 +100,19 @@ def test_a_batch_that_cannot_be_freed_is_an_error_that_says_why(tmp_path: Path) 
     assert any("1 of 7 samples" in line for line in told)
 
 
+@pytest.mark.parametrize("batch", ["n", "2"])
+def test_a_number_for_all_samples_is_named(batch: str, tmp_path: Path) -> None:
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : 21]>\nnet (float[{batch}, 4] x, float scale) => (float[{batch}, 3] y) '
+        "{ h = Mul (x, scale)\n y = MatMul (h, w) }"
+    )
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((4, 3), np.float32), "w"))
+    data = {**features(40), "scale": np.ones(40, np.float32)}
+    with pytest.raises(amp.errors.FeedError, match="'scale' is a single number.*--value scale=NUMBER"):
+        amp.fit(model, tmp_path / "out.onnx", data=data, batch_size=8)
+    amp.fit(model, tmp_path / "out.onnx", data=data, batch_size=8, values={"scale": 1}, epochs=1)
+
+
 # -- metrics -----------------------------------------------------------------------------------------------
 def test_metrics_over_uneven_batches() -> None:
     rng = np.random.default_rng(3)
