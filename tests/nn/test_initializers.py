@@ -63,7 +63,9 @@ def test_truncated_normal_is_the_inverse_of_its_distribution() -> None:
 
 
 @pytest.mark.parametrize("shape", [(40, 13), (521,)], ids=["of whole chunks", "with a rest"])
-@pytest.mark.parametrize("kind", [I.Uniform(-2, 3), I.Normal(1, 2), I.TruncatedNormal(1, 0.5)], ids=repr)
+@pytest.mark.parametrize(
+    "kind", [I.Uniform(-2, 3), I.Normal(1, 2), I.TruncatedNormal(1, 0.5)], ids=["uniform", "normal", "truncated"]
+)
 def test_large_variables_are_drawn_a_chunk_at_a_time(
     kind: I.Initializer, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
