@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,9 @@ import numpy as np
 from amp_transpiler.errors import DistributedError
 from amp_transpiler.ir.dealt_rows import held_shape, spare_row
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.ir.nodes import OWN, Variable
+from amp_transpiler.ir.types import numpy_dtype
+from amp_transpiler.ops.training.initializers import DRAWN
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.collective.current import current, own_size
@@ -46,6 +49,38 @@ def own_rows(variable: Variable, whole: np.ndarray) -> np.ndarray:
     mine = whole[engine.rank :: engine.size]
     kept[: len(mine)] = mine
     return kept
+
+
+def hold_rows(startup: Graph) -> bool:
+    """Let a startup program make of all variables whose rows are dealt out what a rank keeps, any rows behind its own.
+
+    False where it cannot, because it computes one of them from more than its rows, or another variable from one.
+    """
+    dealt = [v for v in startup.variables if v.dealt is not None]
+    makers = {op for v in dealt for op in (v.producer, *(reader for reader, _ in v.readers)) if op is not None}
+    for op in makers:
+        copies = op.type in ("Identity", "Cast") and not op.domain
+        if not copies and not (op.domain == OWN and op.type in DRAWN):
+            return False
+        if any(v is not None and v.dealt is None for v in (*op.outputs, *(op.inputs if copies else ()))):
+            return False
+    for variable in dealt:
+        variable.shape, variable.data = held_shape(variable), None  # an array is state by now, of a rank's rows
+    for op in makers:
+        if op.type in DRAWN:
+            op.attrs["ranks"] = own_size()
+    return True
+
+
+def clear_spare(program: Graph, values: Mapping[str, Any]) -> None:
+    """Let the rows of nobody be zeros in what a startup program has made of variables whose rows are dealt out."""
+    for variable in dealt_variables(program):
+        value, engine = values.get(variable.name), current()
+        if value is not None and engine is not None and variable.producer is not None and variable.shape:
+            held, *rest = value.shape()
+            mine = len(range(engine.rank, int(str(variable.shape[0])), engine.size))
+            spare = device_tensors.view(value, mine * math.prod(rest), (held - mine, *rest))
+            device_tensors.write(spare, np.zeros(spare.shape(), numpy_dtype(device_tensors.dtype_of(value))))
 
 
 def deal_out(program: Graph, values: Mapping[str, Any], place: Place) -> dict[str, Any]:

@@ -370,7 +370,7 @@ class Executor:
         Nothing of it is kept: a startup program runs once. The scope changes when all of it is done.
         """
         with collector_paused():
-            arrays, rest = startup_parts(program)
+            arrays, rest, held = startup_parts(program)
         step = None if rest is None else self._step(rest, plan, feeds)
         with self._lock:
             plan.sessions.clear()
@@ -378,9 +378,9 @@ class Executor:
         with scope.writing(), Uninterrupted():
             staged = Scope()
             staged.hold(scope.ort_values)
-            staged.hold({v.name: device_tensors.from_array(initial_content(v), self.place) for v in arrays})
+            staged.hold({v.name: device_tensors.from_array(initial_content(v, held), self.place) for v in arrays})
             results = self._run(program if rest is None else rest, plan, step, feeds, staged, return_numpy)
-            settle(program, staged.ort_values, scope, self.place)
+            settle(program, staged.ort_values, scope, self.place, held)
         if step is not None and self.place.kind == "cpu":
             release_memory(beside=staged.ort_values.values())
         return results

@@ -24,7 +24,7 @@ from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.binding import PlainStep, Step
 from amp_transpiler.runtime.collective.current import several
-from amp_transpiler.runtime.dealt import dealt_variables
+from amp_transpiler.runtime.dealt import dealt_variables, hold_rows, own_rows
 from amp_transpiler.runtime.feeds import Feeds, shape_of
 from amp_transpiler.runtime.open_steps import OpenSteps
 from amp_transpiler.runtime.report import ReportRequest
@@ -120,31 +120,34 @@ def initialised(op: Operator) -> Variable | None:
     return op.output(0) if op.type in (INITIALIZER, CONSTANT) and op.domain == OWN else None
 
 
-def startup_parts(program: Program) -> tuple[list[Variable], Program | None]:
+def startup_parts(program: Program) -> tuple[list[Variable], Program | None, bool]:
     """The variables that a startup program sets to what is known, and what is left to run (None: nothing).
 
-    Without what other ranks hold and nobody reads.
+    Without what other ranks hold and nobody reads; and whether it makes of rows that are dealt out this rank's alone.
     """
     others = elsewhere(program)
     arrays = [
         v for op in program.operators if (v := initialised(op)) is not None and (v.name not in others or v.readers)
     ]
+    dealt = bool(dealt_variables(program))
     if not others and len(arrays) == len(program.operators):
-        return arrays, None
-    if not others and not arrays:
-        return arrays, program
+        return arrays, None, dealt
+    if not others and not arrays and not dealt:
+        return arrays, program, False
     rest = program.clone()
     for op in reversed(rest.operators):
         left = all(v is None or (v.name in others and not v.readers) for v in op.outputs)
         if left or initialised(op) is not None:
             rest.remove_operator(op)
-    return arrays, rest if rest.operators else None
+    held = dealt and hold_rows(rest)
+    return arrays, rest if rest.operators else None, held
 
 
-def initial_content(variable: Variable) -> np.ndarray:
-    """What the startup operator sets an initialised variable to."""
+def initial_content(variable: Variable, held: bool) -> np.ndarray:
+    """What the startup operator sets an initialised variable to; ``held``: what this rank keeps of it."""
     op = variable.producer
-    return constant_content(op) if op is not None and op.type == CONSTANT else tensor_array(variable)
+    content = constant_content(op) if op is not None and op.type == CONSTANT else tensor_array(variable)
+    return own_rows(variable, content) if held else content
 
 
 def _fetched(program: Program, name: str) -> Variable:

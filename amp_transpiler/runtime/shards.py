@@ -22,7 +22,7 @@ from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.collective.current import holds, several
 from amp_transpiler.runtime.collective.engine import Engine
 from amp_transpiler.runtime.collective.journal import Journal
-from amp_transpiler.runtime.dealt import collected, deal_out, dealt_variables, whole_rows
+from amp_transpiler.runtime.dealt import clear_spare, collected, deal_out, dealt_variables, whole_rows
 from amp_transpiler.runtime.scope import Scope
 
 #: Bytes of parameters that travel at once.
@@ -43,9 +43,14 @@ def elsewhere(program: Program) -> dict[str, int]:
     return {name: owner for name, owner in owners.items() if owner != engine.rank}
 
 
-def settle(program: Program, values: Mapping[str, Any], scope: Scope, place: Place) -> None:
-    """Let a scope hold what a startup program has made, as far as it lies on this rank."""
-    scope.hold({**values, **deal_out(program, values, place)})
+def settle(program: Program, values: Mapping[str, Any], scope: Scope, place: Place, held: bool) -> None:
+    """Let a scope hold what a startup program has made, as far as it lies on this rank.
+
+    ``held``: of what is dealt out, it has made what this rank keeps.
+    """
+    if held:
+        clear_spare(program, values)
+    scope.hold({**values, **({} if held else deal_out(program, values, place))})
     scope.leave(elsewhere(program))
     scope.deal(whole_rows(program), values)
 

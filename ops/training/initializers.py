@@ -21,16 +21,21 @@ from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import lowering_rule, own
 from amp_transpiler.ir.types import FLOATS, HALF, numpy_dtype
+from amp_transpiler.ops.common import size_of
 from amp_transpiler.ops.training.chunks import by_chunks
-from amp_transpiler.ops.training.random import ahead_of, normal, stream_of, uniform
+from amp_transpiler.ops.training.random import Part, ahead_of, normal, stream_of, uniform
 
 CONSTANT = "ConstantInitializer"
+#: Those that draw random numbers.
+DRAWN = frozenset({"UniformInitializer", "NormalInitializer", "TruncatedNormalInitializer"})
 
 #: The step that initial values are drawn at; masks count from 0.
 _STEP = 0xFFFFFFFF
 
 #: Elements of a variable from which on it is drawn in chunks, and of a chunk.
 _LARGE, _CHUNK = 1 << 22, 1 << 18
+#: Rows of a chunk are a multiple of this, so that kernels compute all of it in whole vectors.
+_PACKED = 16
 
 #: Giles' polynomial, the highest power of w - 2.5 first.
 _ERFINV = (
@@ -56,20 +61,31 @@ def _target(op: Operator) -> tuple[str, str, tuple[int, ...]]:
     return variable.name, variable.dtype, shape
 
 
-def _drawn(e: Emitter, shape: tuple[int, ...], write: Callable[[tuple[int, ...], Value | None], Value]) -> Value:
-    """What ``write`` makes of this shape: of a large one on the host a chunk at a time, which takes memory once.
+def _drawn(e: Emitter, op: Operator, write: Callable[[tuple[int, ...], Part | None], Value]) -> list[Value]:
+    """What ``write`` makes of a shape, and of a part of the stream (None: its first elements).
 
-    ``write`` gets a shape, and what is ahead of it in the stream (None: nothing).
+    Of a large variable on the host it makes a chunk at a time, which takes memory once. ``ranks``, of the operator: the
+    variable is what a rank keeps of as many, with rows of its own; what is behind them is any number.
     """
+    (_, _, shape), ranks = _target(op), op.attrs.get("ranks")
     total = math.prod(shape)
-    if total < _LARGE or not e.at.host:
-        return write(shape, None)
-    size = next((size for size in range(_CHUNK, _CHUNK // 16, -1) if total % size == 0), _CHUNK)
-    ahead = e.const(ahead_of(np.arange(0, total, size)))
-    (whole,) = by_chunks(e, [ahead], lambda before: [write((size,), before)])
-    if total % size:
+    if ranks is not None:
+        width = total // shape[0]
+        rows = max(1, min(_CHUNK // max(1, width), shape[0]) // _PACKED) * _PACKED
+        size, apart = (rows, *shape[1:]), ranks * width
+        before = e.Mul(e.cast(e.scalar("rank"), "uint32"), e.const(ahead_of(width)))
+        if not e.at.branches:
+            return [write(shape, Part(before, apart))]
+        ahead = e.Add(e.const(ahead_of(np.arange(0, shape[0], rows) * apart)), before)
+    elif total >= _LARGE and e.at.host:
+        chunk = next((size for size in range(_CHUNK, _CHUNK // 16, -1) if total % size == 0), _CHUNK)
+        size, apart, ahead = (chunk,), None, e.const(ahead_of(np.arange(0, total, chunk)))
+    else:
+        return [write(shape, None)]
+    (whole,) = by_chunks(e, [ahead], lambda before: [write(size, Part(before, apart))])
+    if math.prod(size_of(whole)) != total:
         whole = e.Slice(e.reshape(whole, (-1,)), e.ints(0), e.ints(total))
-    return e.reshape(Value(whole.name, whole.dtype), shape)
+    return [e.reshape(Value(whole.name, whole.dtype), shape)]
 
 
 @lowering_rule(own("SeedInitializer"))
@@ -81,26 +97,26 @@ def seed_initializer(e: Emitter, op: Operator) -> list[Value]:
 @lowering_rule(own("UniformInitializer"))
 def uniform_initializer(e: Emitter, op: Operator, seed: Value) -> list[Value]:
     """low + (high - low) * u, u uniform in [0, 1)."""
-    name, _, shape = _target(op)
+    name, _, _ = _target(op)
     low, high = op.attrs["low"], op.attrs["high"]
 
-    def write(size: tuple[int, ...], ahead: Value | None) -> Value:
-        u = uniform(e, size, seed, e.const(_STEP, "uint32"), stream_of(name), ahead)
+    def write(size: tuple[int, ...], part: Part | None) -> Value:
+        u = uniform(e, size, seed, e.const(_STEP, "uint32"), stream_of(name), part)
         return e.Add(e.Mul(u, e.like(high - low, u)), e.like(low, u), shape=size)
 
-    return [_drawn(e, shape, write)]
+    return _drawn(e, op, write)
 
 
 @lowering_rule(own("NormalInitializer"))
 def normal_initializer(e: Emitter, op: Operator, seed: Value) -> list[Value]:
     """mean + std * z, z standard normal."""
-    name, _, shape = _target(op)
+    name, _, _ = _target(op)
 
-    def write(size: tuple[int, ...], ahead: Value | None) -> Value:
-        z = normal(e, size, seed, e.const(_STEP, "uint32"), stream_of(name), ahead)
+    def write(size: tuple[int, ...], part: Part | None) -> Value:
+        z = normal(e, size, seed, e.const(_STEP, "uint32"), stream_of(name), part)
         return e.Add(e.Mul(z, e.like(op.attrs["std"], z)), e.like(op.attrs["mean"], z), shape=size)
 
-    return [_drawn(e, shape, write)]
+    return _drawn(e, op, write)
 
 
 @lowering_rule(own("TruncatedNormalInitializer"))
@@ -110,11 +126,11 @@ def truncated_normal_initializer(e: Emitter, op: Operator, seed: Value) -> list[
     The inverse error function is a polynomial in w = -log(1 - x * x) < 5 (Giles, "Approximating the erfinv
     function", 2010), which |x| <= erf(sqrt(2)) keeps below 2.5.
     """
-    name, _, shape = _target(op)
+    name, _, _ = _target(op)
     reach = math.erf(math.sqrt(2))
 
-    def write(size: tuple[int, ...], ahead: Value | None) -> Value:
-        u = uniform(e, size, seed, e.const(_STEP, "uint32"), stream_of(name), ahead)
+    def write(size: tuple[int, ...], part: Part | None) -> Value:
+        u = uniform(e, size, seed, e.const(_STEP, "uint32"), stream_of(name), part)
         x = e.Add(e.Mul(u, e.like(2 * reach, u)), e.like(-reach, u))
         w = e.Add(e.Neg(e.Log(e.Sub(e.like(1, u), e.Mul(x, x)))), e.like(-2.5, u))
         series = e.like(_ERFINV[0], u)
@@ -123,7 +139,7 @@ def truncated_normal_initializer(e: Emitter, op: Operator, seed: Value) -> list[
         z = e.Mul(e.Mul(series, x), e.like(math.sqrt(2) * op.attrs["std"], u))
         return e.Add(z, e.like(op.attrs["mean"], u), shape=size)
 
-    return [_drawn(e, shape, write)]
+    return _drawn(e, op, write)
 
 
 @lowering_rule(own(CONSTANT))
@@ -141,7 +157,7 @@ def constant_content(op: Operator) -> np.ndarray:
     """What a ``ConstantInitializer`` writes, as an array."""
     _, dtype, shape = _target(op)
     number = _number(op).astype(numpy_dtype(_computed(dtype)))
-    return np.full(shape, (number + np.zeros_like(number)).astype(numpy_dtype(dtype)))
+    return np.broadcast_to((number + np.zeros_like(number)).astype(numpy_dtype(dtype)), shape)
 
 
 def _number(op: Operator) -> np.ndarray:

@@ -33,7 +33,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -129,18 +129,29 @@ def ahead_of(first: Any) -> Any:
     return (np.asarray(first, np.uint64) * _WEYL).astype(np.uint32)
 
 
-def random_bits(
-    e: Emitter, shape: Sequence[int], seed: Value, step: Value, stream: int, first: int = 0, ahead: Value | None = None
-) -> Value:
-    """uint32 words of which the upper 24 bits are random: those of the elements from ``first`` on.
+class Part(NamedTuple):
+    """Other elements of a stream than its first: those behind ``ahead``, a uint32 scalar that is :func:`ahead_of` their
+    number, in rows that begin so many elements ``apart`` (None: one after the other)."""
 
-    ``seed`` and ``step`` are uint32 scalars, and so is ``ahead``: :func:`ahead_of` a number that the run tells.
+    ahead: Value
+    apart: int | None = None
+
+
+def random_bits(
+    e: Emitter, shape: Sequence[int], seed: Value, step: Value, stream: int, first: int = 0, part: Part | None = None
+) -> Value:
+    """uint32 words of which the upper 24 bits are random: those of the elements from ``first`` on, or of a ``part``.
+
+    ``seed`` and ``step`` are uint32 scalars.
     """
     k1, k2 = _keys(e, seed, step, stream)
-    k1 = k1 if ahead is None else e.Add(k1, ahead)
-    lines, line = _split(shape)
-    total = math.prod(shape)
-    starts = (np.arange(lines, dtype=np.uint64) * line + first) * _WEYL
+    total, (lines, line) = math.prod(shape), _split(shape)
+    apart = line
+    if part is not None:
+        k1 = e.Add(k1, part.ahead)
+        if part.apart is not None:
+            lines, line, apart = shape[0], total // shape[0], part.apart
+    starts = (np.arange(lines, dtype=np.uint64) * apart + first) * _WEYL
     steps = (np.arange(line, dtype=np.uint64) * _WEYL).astype(np.uint32)
     row = e.Add(e.const(starts.astype(np.uint32).reshape(lines, 1)), k1)
     x = e.Add(row, e.const(steps))
@@ -176,20 +187,16 @@ def _fraction(e: Emitter, bits: Value, first: int) -> Value:
     return e.Mul(e.Add(k, e.like(first, k)) if first else k, e.like(2.0**-24, k))
 
 
-def uniform(
-    e: Emitter, shape: Sequence[int], seed: Value, step: Value, stream: int, ahead: Value | None = None
-) -> Value:
+def uniform(e: Emitter, shape: Sequence[int], seed: Value, step: Value, stream: int, part: Part | None = None) -> Value:
     """float32 uniform in [0, 1), multiples of 2**-24."""
-    u = _fraction(e, random_bits(e, shape, seed, step, stream, ahead=ahead), 0)
+    u = _fraction(e, random_bits(e, shape, seed, step, stream, part=part), 0)
     return Value(u.name, u.dtype, tuple(shape))
 
 
-def normal(
-    e: Emitter, shape: Sequence[int], seed: Value, step: Value, stream: int, ahead: Value | None = None
-) -> Value:
+def normal(e: Emitter, shape: Sequence[int], seed: Value, step: Value, stream: int, part: Part | None = None) -> Value:
     """float32 standard normal, |z| < 5.8 (Box & Muller 1958, the cosine half)."""
-    radius = _fraction(e, random_bits(e, shape, seed, step, stream, ahead=ahead), 1)  # (0, 1]: a finite logarithm
-    angle = _fraction(e, random_bits(e, shape, seed, step, mix(stream + 1), ahead=ahead), 0)
+    radius = _fraction(e, random_bits(e, shape, seed, step, stream, part=part), 1)  # (0, 1]: a finite logarithm
+    angle = _fraction(e, random_bits(e, shape, seed, step, mix(stream + 1), part=part), 0)
     z = e.Mul(e.Sqrt(e.Mul(e.Log(radius), e.like(-2, radius))), e.Cos(e.Mul(angle, e.like(2 * math.pi, angle))))
     return Value(z.name, z.dtype, tuple(shape))
 

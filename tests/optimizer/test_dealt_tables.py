@@ -12,6 +12,8 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler import distributed
 from amp_transpiler.nn import functional as F
+from amp_transpiler.ops.training import initializers
+from amp_transpiler.runtime import shards
 from tests.helpers.dealt import BATCH, batch, dealing
 from tests.helpers.tables import IDS, ROWS, Recommender
 
@@ -211,6 +213,54 @@ def test_files_say_that_rows_are_dealt_out(tmp_path: Path) -> None:
             net.main.to_onnx(path, scope=net.scope)
 
     distributed.simulate(2, run)
+
+
+def drawn(kind: Any, rows: int, dealt: bool, more: Callable[[amp.Program], None] = lambda startup: None) -> Any:
+    """What a rank has of a table and its moments when they are made, and what all have."""
+
+    def run() -> tuple[State, State]:
+        main, startup = amp.Program(), amp.Program("startup")
+        startup.seed = 5
+        with amp.program_guard(main, startup), amp.unique_name.guard():
+            ids = amp.data("ids", [4], "int64")
+            loss = F.mean(amp.nn.embedding(ids, [rows, 5], param_attr=amp.ParamAttr("table", initializer=kind)))
+            optimizer = dealing(lambda: amp.optimizer.Adagrad(0.1, initial_accumulator_value=0.5), dealt)(main)
+            optimizer.minimize(loss, startup)
+        more(startup)
+        scope = amp.Scope()
+        amp.Executor(amp.CPUPlace(), threads=1).run(startup, scope=scope)
+        names = ["table", "table_moment_0"]
+        return {n: scope.find_var(n) for n in names}, {n: distributed.find_var(n, scope) for n in names}
+
+    return run
+
+
+@pytest.mark.parametrize("rows", [301, 2])
+@pytest.mark.parametrize("kind", ["Uniform", "Normal", "TruncatedNormal"])
+def test_a_rank_draws_its_own_rows(kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = getattr(amp.nn.initializer, kind)(*([-1.0, 3.0] if kind == "Uniform" else [1.0, 0.5]))
+    wanted, _ = drawn(make, rows, dealt=False)()
+    monkeypatch.setattr(initializers, "_CHUNK", 256)
+    monkeypatch.setattr(shards, "deal_out", None)  # of whole tables
+    for rank, (held, found) in enumerate(distributed.simulate(3, drawn(make, rows, dealt=True))):
+        for name, values in held.items():
+            mine = wanted[name][rank::3]
+            assert found[name].tobytes() == wanted[name].tobytes(), name
+            assert values[: len(mine)].tobytes() == mine.tobytes() and not values[len(mine) :].any()
+            assert len(values) == -(-rows // 3) + 1
+
+
+def test_what_else_a_startup_program_makes_of_a_table() -> None:
+    """It is made of all rows, on every rank."""
+
+    def total(startup: amp.Program) -> None:
+        made = startup.add_variable("total", "float32", (1, 1), persistable=True)
+        startup.add_operator("ReduceSum", [startup.var("table")], [made])
+
+    make = amp.nn.initializer.Normal(1, 0.5)
+    wanted, _ = drawn(make, 31, dealt=False)()
+    for _, found in distributed.simulate(2, drawn(make, 31, True, total)):
+        assert found["table"].tobytes() == wanted["table"].tobytes()
 
 
 def test_one_rank_keeps_all() -> None:
