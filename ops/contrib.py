@@ -306,3 +306,12 @@ traits(_MS + "Range", settings=(0, 1, 2))
 traits(_MS + "RotaryEmbedding", settings=(1, 2, 3))
 keep_fp32(_MS + "SkipLayerNormalization", inputs=(2, 3), outputs=(1, 2))
 keep_fp32(_MS + "SkipSimplifiedLayerNormalization", inputs=(2,), outputs=(1, 2))
+traits(_MS + "Gelu", _MS + "BiasGelu", _MS + "FastGelu", _MS + "QuickGelu", elementwise=True, carries_large=True)
+traits(_MS + "BiasGelu", _MS + "FastGelu", biases=(1,))
+#: What these do with elements, passes see where they are decomposed.
+_WHOLE = """
+    Attention DecoderMaskedMultiHeadAttention EmbedLayerNormalization FusedConv FusedGemm FusedMatMul
+    GatherBlockQuantized GroupQueryAttention MatMulNBits MultiHeadAttention SkipLayerNormalization
+    SkipSimplifiedLayerNormalization TransposeMatMul
+""".split()  # noqa: SIM905
+traits("SimplifiedLayerNormalization", *(_MS + name for name in _WHOLE))
