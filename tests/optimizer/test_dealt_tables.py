@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 import amp_transpiler as amp
@@ -14,7 +15,10 @@ from amp_transpiler import distributed
 from amp_transpiler.nn import functional as F
 from amp_transpiler.ops.training import initializers
 from amp_transpiler.runtime import shards
+from amp_transpiler.runtime.plan import startup_parts
+from tests.helpers.cuda_kernels import without_cuda_kernel
 from tests.helpers.dealt import BATCH, batch, dealing
+from tests.helpers.sessions import session
 from tests.helpers.tables import IDS, ROWS, Recommender
 
 STEPS = 3
@@ -215,19 +219,24 @@ def test_files_say_that_rows_are_dealt_out(tmp_path: Path) -> None:
     distributed.simulate(2, run)
 
 
+def with_table(kind: Any, rows: int, dealt: bool) -> amp.Program:
+    """The startup program of a table and its moments."""
+    main, startup = amp.Program(), amp.Program("startup")
+    startup.seed = 5
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        ids = amp.data("ids", [4], "int64")
+        loss = F.mean(amp.nn.embedding(ids, [rows, 5], param_attr=amp.ParamAttr("table", initializer=kind)))
+        optimizer = dealing(lambda: amp.optimizer.Adagrad(0.1, initial_accumulator_value=0.5), dealt)(main)
+        optimizer.minimize(loss, startup)
+    return startup
+
+
 def drawn(kind: Any, rows: int, dealt: bool, more: Callable[[amp.Program], None] = lambda startup: None) -> Any:
     """What a rank has of a table and its moments when they are made, and what all have."""
 
     def run() -> tuple[State, State]:
-        main, startup = amp.Program(), amp.Program("startup")
-        startup.seed = 5
-        with amp.program_guard(main, startup), amp.unique_name.guard():
-            ids = amp.data("ids", [4], "int64")
-            loss = F.mean(amp.nn.embedding(ids, [rows, 5], param_attr=amp.ParamAttr("table", initializer=kind)))
-            optimizer = dealing(lambda: amp.optimizer.Adagrad(0.1, initial_accumulator_value=0.5), dealt)(main)
-            optimizer.minimize(loss, startup)
+        startup, scope = with_table(kind, rows, dealt), amp.Scope()
         more(startup)
-        scope = amp.Scope()
         amp.Executor(amp.CPUPlace(), threads=1).run(startup, scope=scope)
         names = ["table", "table_moment_0"]
         return {n: scope.find_var(n) for n in names}, {n: distributed.find_var(n, scope) for n in names}
@@ -248,6 +257,25 @@ def test_a_rank_draws_its_own_rows(kind: str, rows: int, monkeypatch: pytest.Mon
             assert found[name].tobytes() == wanted[name].tobytes(), name
             assert values[: len(mine)].tobytes() == mine.tobytes() and not values[len(mine) :].any()
             assert len(values) == -(-rows // 3) + 1
+
+
+def test_a_rank_draws_its_own_rows_on_cuda() -> None:
+    """At once, for CUDA runs no Scan; what is lowered for it is computed here."""
+    make = amp.nn.initializer.Uniform(-1.0, 3.0)
+    wanted, _ = drawn(make, 301, dealt=False)()
+
+    def run() -> np.ndarray:
+        _, rest, held = startup_parts(with_table(make, 301, dealt=True))
+        assert rest is not None and held
+        model = rest.lower(amp.CUDAPlace(0), fetches=[rest.var("table")]).model
+        assert not without_cuda_kernel(onnx.shape_inference.infer_shapes(model))
+        scalars = {"@rank": distributed.rank(), "@zero": 0}
+        fed = {i.name: np.array(scalars[i.name], np.float32) for i in model.graph.input}
+        return next(a for a in session(model).run(None, fed) if a.ndim == 2)
+
+    for rank, rows in enumerate(distributed.simulate(3, run)):
+        mine = wanted["table"][rank::3]
+        assert rows[: len(mine)].tobytes() == mine.tobytes()
 
 
 def test_what_else_a_startup_program_makes_of_a_table() -> None:
