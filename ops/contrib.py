@@ -307,11 +307,16 @@ traits(_MS + "RotaryEmbedding", settings=(1, 2, 3))
 keep_fp32(_MS + "SkipLayerNormalization", inputs=(2, 3), outputs=(1, 2))
 keep_fp32(_MS + "SkipSimplifiedLayerNormalization", inputs=(2,), outputs=(1, 2))
 traits(_MS + "Gelu", _MS + "BiasGelu", _MS + "FastGelu", _MS + "QuickGelu", elementwise=True, carries_large=True)
-traits(_MS + "BiasGelu", _MS + "FastGelu", biases=(1,))
-#: What these do with elements, passes see where they are decomposed.
-_WHOLE = """
-    Attention DecoderMaskedMultiHeadAttention EmbedLayerNormalization FusedConv FusedGemm FusedMatMul
-    GatherBlockQuantized GroupQueryAttention MatMulNBits MultiHeadAttention SkipLayerNormalization
-    SkipSimplifiedLayerNormalization TransposeMatMul
-""".split()  # noqa: SIM905
-traits("SimplifiedLayerNormalization", *(_MS + name for name in _WHOLE))
+traits(_MS + "BiasGelu", _MS + "FastGelu", weights=(1,), biases=(1,))
+traits(_MS + "FusedMatMul", _MS + "TransposeMatMul", product=True, weights=(1,))
+traits(_MS + "FusedConv", _MS + "FusedGemm", product=True, weights=(1, 2), biases=(2,))
+traits(_MS + "MatMulNBits", product=True, biases=(5,))
+traits(_MS + "Attention", weights=(1, 2), biases=(2,))
+traits(_MS + "MultiHeadAttention", weights=(3,), biases=(3,))
+traits(_MS + "DecoderMaskedMultiHeadAttention", weights=(10,), biases=(10,))
+traits(_MS + "GroupQueryAttention", settings=(5, 6))
+traits(_MS + "SkipLayerNormalization", weights=(2, 3, 4), biases=(3, 4))
+traits(_MS + "SkipSimplifiedLayerNormalization", weights=(2, 3), biases=(3,))
+traits("SimplifiedLayerNormalization", weights=(1,))
+traits(_MS + "EmbedLayerNormalization", weights=(2, 3, 4, 5, 6), biases=(6,))
+traits(_MS + "GatherBlockQuantized", lookup=True, part=True)

@@ -55,7 +55,7 @@ from amp_transpiler.runtime.plan import (
 )
 from amp_transpiler.runtime.report import ReportRequest, expanded, joined, requested
 from amp_transpiler.runtime.scope import Scope, check_scope
-from amp_transpiler.runtime.session import Settings, check_model, create_session, release_memory
+from amp_transpiler.runtime.session import Settings, check_model, create_session, release_behind, release_memory
 from amp_transpiler.runtime.session_cache import SessionCache
 from amp_transpiler.runtime.shards import Sent, run_updates, settle
 from amp_transpiler.runtime.staging import Prefetch, staged
@@ -382,7 +382,7 @@ class Executor:
             results = self._run(program if rest is None else rest, plan, step, feeds, staged, return_numpy)
             settle(program, staged.ort_values, scope, self.place, held)
         if step is not None and self.place.kind == "cpu":
-            release_memory(beside=staged.ort_values.values())
+            release_behind(staged.ort_values.values())
         return results
 
 

@@ -267,13 +267,14 @@ def _settle_arena() -> None:
     release_memory()
 
 
-def release_memory(beside: Iterable[Any] | None = None) -> None:
-    """Give memory back to the system that no session needs any more.
+def release_behind(made: Iterable[Any]) -> None:
+    """Give memory back that large state lay in before it was copied; of small state it is not worth the time."""
+    if sum(value.tensor_size_in_bytes() for value in made) >= REGION:
+        release_memory()
 
-    ``beside``: only where that is much, for these values, which have been made, lay in the arena before their copies.
-    """
-    if beside is not None and sum(value.tensor_size_in_bytes() for value in beside) < REGION:
-        return
+
+def release_memory() -> None:
+    """Give memory back to the system that no session needs any more."""
     options = ort.RunOptions()
     options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
     session = _session(_probe(), CPUPlace(), Settings(threads=1))
