@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,10 @@ from amp_transpiler.ir.opdef import lookup, rule_of
 from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.ir.types import NAMES, ONNX_TYPES, RANK
 
+#: What an operator reads: element type and shape, or the type as protobuf; and its content as protobuf, where known.
+Read = tuple[tuple[str | None, Shape | None] | bytes, bytes | None]
 _ARITHMETIC = frozenset({"int32", "int64", "bool", "float32"})  # what shapes are computed in
+_SHORT = 4096  # bytes of attributes and contents up to which the types that come of them are kept
 _SMALL = 256  # elements: more than any shape vector, less than any weight
 #: Attributes of a Constant that are numbers.
 _NUMBERS = {"value_int": np.int64, "value_ints": np.int64, "value_float": np.float32, "value_floats": np.float32}
@@ -240,59 +244,83 @@ def _with_env(rule: Any, op: Operator, env: Shapes) -> Any:
 
 def _standard(op: Operator, env: Any) -> list[tuple[str | None, Shape | None] | None]:
     opset = op.program.opset(op.domain)
-    try:
-        schema: Any = onnx.defs.get_schema(op.type, opset, op.domain)
-    except onnx.defs.SchemaError:
-        schema = None
-    if schema is None or op.attrs.programs:
+    if op.attrs.programs or not onnx.defs.has(op.type, opset, op.domain):
         declared = [(v.dtype, v.shape) if v is not None else None for v in op.outputs]
         return _of_branches(op, env, declared) if op.type == "If" and isinstance(env, Shapes) else declared
-    node = onnx.NodeProto()
-    node.op_type, node.domain = op.type, op.domain
-    types: dict[str, onnx.TypeProto] = {}
-    data: dict[str, onnx.TensorProto] = {}
-    values: list[np.ndarray | None] = []
-    for v in op.inputs:
-        if v is None:
-            node.input.append("")
-            values.append(None)
-            continue
-        name = f"v{v.key}"
-        node.input.append(name)
-        types[name] = v.type_proto if v.type_proto is not None else type_proto(*env[v])
-        known = env.value(v)
-        values.append(known)
-        if known is not None:
-            data[name] = onnx.numpy_helper.from_array(known, name)
-    node.output.extend("" if v is None else f"v{v.key}" for v in op.outputs)
-    node.attribute.extend(op.attrs.protos())
+    values = [None if v is None else env.value(v) for v in op.inputs]
+    read = tuple(None if v is None else _as_read(v, known, env) for v, known in zip(op.inputs, values, strict=True))
     try:
-        inferred = onnx.shape_inference.infer_node_outputs(
-            schema, node, types, data, opset_imports=[onnx.helper.make_opsetid(op.domain, opset)]
-        )
+        inferred = node_types(op, read, tuple(v is not None for v in op.outputs))
     except ONNX_ERRORS as error:
         reason = str(error).strip()
         raise GraphError(f"operator '{op.label}' ({op.full_type}) does not fit its inputs: {reason}") from None
     if isinstance(env, Shapes):
         _propagate(op, values, inferred, env)
     results: list[tuple[str | None, Shape | None] | None] = []
-    for v in op.outputs:
+    for slot, v in enumerate(op.outputs):
         if v is None:
             results.append(None)
             continue
-        proto = inferred.get(f"v{v.key}")
+        proto = inferred.get(slot)
         if proto is not None and isinstance(env, Shapes) and v.key in env.values:  # as of NonZero
             results.append((NAMES[proto.tensor_type.elem_type], env.values[v.key].shape))
             continue
         if proto is None or not proto.HasField("tensor_type"):
             if proto is not None and v.type_proto is None:
-                v.type_proto = proto
+                v.type_proto = onnx.TypeProto()
+                v.type_proto.CopyFrom(proto)
             results.append((v.dtype, v.shape))
             continue
         dtype, shape = from_type_proto(proto, v.name)
         results.append((dtype or v.dtype, shape if shape is not None else v.shape))
     return results
 
+
+def _as_read(variable: Variable, known: np.ndarray | None, env: Any) -> Read:
+    dtype, shape = env[variable]
+    type_: Any = dtype, None if shape is None else tuple(shape)
+    if variable.type_proto is not None:
+        type_ = variable.type_proto.SerializeToString(deterministic=True)
+    return type_, None if known is None else onnx.numpy_helper.from_array(known).SerializeToString()
+
+
+def node_types(op: Operator, read: tuple[Read | None, ...], makes: tuple[bool, ...]) -> Mapping[int, onnx.TypeProto]:
+    """The types of what an operator of ONNX's makes that reads this, by slot, as ONNX infers them; do not change them.
+
+    Raises one of :data:`~.onnx_inference.ONNX_ERRORS` where it does not fit its inputs.
+    """
+    domain = "" if op.domain == "ai.onnx" else op.domain
+    attrs = tuple(proto.SerializeToString(deterministic=True) for proto in op.attrs.protos())
+    size = sum(map(len, attrs)) + sum(len(each[1]) for each in read if each is not None and each[1] is not None)
+    infer = _known_node_types if size <= _SHORT else _node_types
+    return infer(op.type, domain, op.program.opset(domain), attrs, read, makes)
+
+
+def _node_types(
+    type_: str,
+    domain: str,
+    opset: int,
+    attrs: tuple[bytes, ...],
+    read: tuple[Read | None, ...],
+    makes: tuple[bool, ...],
+) -> Mapping[int, onnx.TypeProto]:
+    node = onnx.NodeProto(op_type=type_, domain=domain)
+    node.input.extend("" if each is None else f"i{slot}" for slot, each in enumerate(read))
+    node.output.extend(f"o{slot}" if made else "" for slot, made in enumerate(makes))
+    node.attribute.extend(map(onnx.AttributeProto.FromString, attrs))
+    types: dict[str, onnx.TypeProto] = {}
+    data: dict[str, onnx.TensorProto] = {}
+    for name, (type_of, content) in ((n, each) for n, each in zip(node.input, read, strict=True) if each is not None):
+        types[name] = onnx.TypeProto.FromString(type_of) if isinstance(type_of, bytes) else type_proto(*type_of)
+        if content is not None:
+            data[name] = onnx.TensorProto.FromString(content)
+    schema = onnx.defs.get_schema(type_, opset, domain)
+    opsets = [onnx.helper.make_opsetid(domain, opset)]
+    found = onnx.shape_inference.infer_node_outputs(schema, node, types, data, opset_imports=opsets)
+    return {slot: found[name] for slot, name in enumerate(node.output) if name in found}
+
+
+_known_node_types = lru_cache(maxsize=4096)(_node_types)  # the layers of a net are alike
 
 Types = list[tuple[str | None, Shape | None] | None]
 
@@ -331,7 +359,7 @@ def _propagate(op: Operator, values: list[np.ndarray | None], inferred: Any, env
         return
     if any(v is not None and known is None for v, known in zip(op.inputs, values, strict=True)):
         return
-    proto = inferred.get(f"v{out.key}")
+    proto = inferred.get(op.outputs.index(out))
     if proto is None or NAMES.get(proto.tensor_type.elem_type) not in _ARITHMETIC:
         return
     if math.prod(d.dim_value or 1 for d in proto.tensor_type.shape.dim) > _SMALL:  # it may be more than memory

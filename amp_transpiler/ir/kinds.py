@@ -13,7 +13,7 @@ import onnx
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import from_type_proto, type_proto
+from amp_transpiler.ir.infer import from_type_proto, node_types
 from amp_transpiler.ir.node_fields import NodeFields
 from amp_transpiler.ir.nodes import Operator, Shape, Variable
 from amp_transpiler.ir.onnx_inference import INVENTED, LONG, ONNX_ERRORS
@@ -81,15 +81,10 @@ def _made(op: Operator) -> list[_Type]:
     """The types of what an operator makes; none where types alone do not say all of them."""
     if op.domain or any(v is not None and (v.dtype is None or not _known(v.shape)) for v in op.inputs):
         return []
-    opset = onnx.helper.make_opsetid("", op.program.opset())
-    node = onnx.NodeProto(op_type=op.type, attribute=op.attrs.protos())
-    node.input.extend(["" if v is None else f"i{slot}" for slot, v in enumerate(op.inputs)])
-    node.output.extend([f"o{slot}" for slot in range(len(op.outputs))])
-    types = {f"i{slot}": type_proto(v.dtype, v.shape) for slot, v in enumerate(op.inputs) if v is not None}
+    read = tuple(None if v is None else ((v.dtype, v.shape), None) for v in op.inputs)
     try:
-        schema = onnx.defs.get_schema(op.type, opset.version)
-        inferred = onnx.shape_inference.infer_node_outputs(schema, node, types, opset_imports=[opset])
-        found = [from_type_proto(inferred[name], name) for name in node.output]
+        inferred = node_types(op, read, (True,) * len(op.outputs))
+        found = [from_type_proto(inferred[slot], op.label) for slot in range(len(op.outputs))]
     except (*ONNX_ERRORS, KeyError, GraphError, onnx.defs.SchemaError):
         return []
     made = [(dtype, shape) for dtype, shape in found if dtype is not None and shape is not None and _known(shape)]

@@ -12,13 +12,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-import onnx
-import onnx.shape_inference
-
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.contrib_types import pinned_slots
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import type_proto
+from amp_transpiler.ir.infer import node_types
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.onnx_inference import ONNX_ERRORS
 from amp_transpiler.ir.reasons import Kind, Reason
@@ -221,24 +218,17 @@ def _unbound(op: Operator, outputs: tuple[int, ...], slots: Slots) -> Slots:
     """Let ONNX's inference say the type of outputs whose type variable no given input has (a state's first value)."""
     if slots.inputs == declared(op).inputs:
         return slots
-    domain = "" if op.domain == "ai.onnx" else op.domain
-    schema = onnx.defs.get_schema(op.type, op.program.opset(domain), domain)
-    node = onnx.NodeProto(op_type=op.type, domain=domain, attribute=op.attrs.protos())
-    node.input.extend(f"x{slot}" if kind else "" for slot, kind in enumerate(slots.inputs))
-    node.output.extend(f"y{slot}" if kind else "" for slot, kind in enumerate(slots.outputs))
-    types = {
-        f"x{slot}": type_proto(kind, v.shape)
-        for slot, (v, kind) in enumerate(zip(op.inputs, slots.inputs, strict=True))
-        if v is not None and kind
-    }
+    read = tuple(
+        ((kind, v.shape), None) if v is not None and kind else None
+        for v, kind in zip(op.inputs, slots.inputs, strict=True)
+    )
     try:
-        opsets = [onnx.helper.make_opsetid(domain, op.program.opset(domain))]
-        inferred = onnx.shape_inference.infer_node_outputs(schema, node, types, opset_imports=opsets)
+        inferred = node_types(op, read, tuple(map(bool, slots.outputs)))
     except ONNX_ERRORS as error:
         reason = str(error).strip()
         raise GraphError(f"operator '{op.label}' ({op.full_type}) does not fit its inputs: {reason}") from None
     for slot in outputs:
-        found = inferred.get(f"y{slot}")
+        found = inferred.get(slot)
         if found is not None and found.HasField("tensor_type"):
             slots.outputs[slot] = NAMES.get(found.tensor_type.elem_type, slots.outputs[slot])
     return slots
