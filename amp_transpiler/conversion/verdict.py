@@ -66,6 +66,8 @@ def judge(
 ) -> Verdict:
     """The verdict on a conversion of ``reference``, on the batches, without any on one synthetic sample.
 
+    Operators that draw random numbers draw the same in both programs.
+
     ``expected``: the outputs of ``reference`` on the batches, where they are known. A model that does not run on a
     synthetic sample, or not within the budget, is a verdict that is not met; on calibration data it is an error
     (FeedError, ExecutionError).

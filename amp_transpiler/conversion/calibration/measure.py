@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from amp_transpiler.conversion.calibration.draws import seed_draws
 from amp_transpiler.conversion.calibration.statistics import Difference, TensorStats
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.infer import static
@@ -213,7 +214,9 @@ class Runner:
 
     def lowered(self, shapes: dict[str, tuple[int, ...]]) -> Lowered:
         """The model for feeds of these shapes."""
-        return lower(self.program, "cpu", shapes, self.fetches, updates=False, arithmetic=self.arithmetic)
+        lowered = lower(self.program, "cpu", shapes, self.fetches, updates=False, arithmetic=self.arithmetic)
+        seed_draws(lowered, self.program)
+        return lowered
 
 
 def _bound_weights(program: Program, embedded: int | None = None) -> tuple[Program, Scope, list[np.ndarray]]:
