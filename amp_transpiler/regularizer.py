@@ -44,9 +44,8 @@ def checked_decay(owner: str, value: Any, penalties: bool = True) -> Decay:
     if isinstance(value, _Penalty):
         if not penalties:
             raise ArgumentTypeError(
-                f"{owner}: weight_decay is {value!r}, a penalty that is added to the gradient; "
-                f"{owner} decays apart from the gradient: pass the number {value.coeff:g}, or use "
-                "Adam, which takes a penalty"
+                f"{owner}: weight_decay is {value!r}, a penalty that is added to the gradient; this optimizer decays "
+                f"apart from the gradient: pass the number {value.coeff:g}, or use Adam, which takes a penalty"
             )
         return value if isinstance(value, L1Decay) else value.coeff
     return 0.0 if value is None else _coefficient(owner, "weight_decay", value)

@@ -154,7 +154,14 @@ def with_own_settings(
         decay = group.weight_decay
         if settings.penalty:
             penalty = {"L1Decay": L1Decay, "L2Decay": L2Decay}[settings.penalty](settings.coeff)
-            decay = checked_decay(f"{owner}: ParamAttr of '{parameter.name}'", penalty, penalties)
+            if not penalties:
+                raise ArgumentTypeError(
+                    f"{owner}: ParamAttr of '{parameter.name}' asks for {penalty!r}, a penalty that is added to the "
+                    f"gradient, and {owner} decays apart from the gradient: leave regularizer out, and give the "
+                    f"parameter a group of its own, parameter_list=[{{'params': ['{parameter.name}'], "
+                    f"'weight_decay': {settings.coeff:g}}}, ...]"
+                )
+            decay = checked_decay(owner, penalty)
         clip, clip_set = (group.clip, group.clip_set) if settings.clipped else (None, "none")
         found[parameter.key] = replace(
             group, lr_factor=group.lr_factor * settings.rate, weight_decay=decay, clip=clip, clip_set=clip_set

@@ -159,6 +159,10 @@ CALLS: dict[str, tuple[Callable[[Step], Callable[..., Any]], dict[str, Any]]] = 
             "rewrite_master_weight": False,
         },
     ),
+    "cast_parameters_to_bf16": (
+        lambda s: bf16.cast_parameters_to_bf16,
+        {"place": "@place", "program": "@main", "scope": "@scope", "to_bf16_var_names": None},
+    ),
     "rewrite_program": (lambda s: amp.rewrite_program, {"program": "@main", "amp_lists": None}),
     "decorate_bf16": (
         lambda s: bf16.decorate_bf16,

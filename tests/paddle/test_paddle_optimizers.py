@@ -200,6 +200,20 @@ def test_what_is_not_offered_points_elsewhere(call: Callable[[], Any], error: ty
         call()
 
 
+def test_a_penalty_of_a_parameter_that_the_optimizer_does_not_take_names_a_group() -> None:
+    """The way out was a number for ``regularizer``, which takes none."""
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        w = amp.create_parameter([2], attr=amp.ParamAttr("w", regularizer=L2Decay(0.25)))
+        loss = F.mean(w * w)
+        with pytest.raises(
+            ArgumentTypeError, match=r"AdamW: ParamAttr of 'w' asks for L2Decay\(coeff=0.25\).*'params'"
+        ):
+            optim.AdamW(0.1).minimize(loss, startup)
+        plain = amp.create_parameter([2], name="plain")
+        optim.AdamW(0.1, parameters=[{"params": ["plain"], "weight_decay": 0.25}]).minimize(F.mean(plain), startup)
+
+
 # -- what is written afterwards ------------------------------------------------------------------------------
 class Net:
     """Two losses on two layers; the first depends on the first layer alone."""
