@@ -21,6 +21,7 @@ from amp_transpiler.finetune.import_weights import (
     untie,
     weights_from_constants,
 )
+from amp_transpiler.finetune.repeated import once_for_all
 from amp_transpiler.finetune.train_mode import BATCH_NORM, insert_dropout, train_batch_norm, train_dropout
 from amp_transpiler.ir.metadata import FULL, INITIALIZER
 from amp_transpiler.ir.nodes import BACKWARD, FORWARD, OWN, Variable
@@ -75,9 +76,10 @@ def prepare_training(
     A model in 16 bit becomes the fp32 one that it stands for (inputs and outputs keep their types): training decides
     precision anew, from fp32 weights. Weights become what they were before the export: those in Constant operators
     and nested graphs become parameters, but no masks, positions told by waves, tensors to write into; untrained
-    vectors that the exporter merged are copied apart; a matrix and its (transposed) copy are tied again; anonymous
-    parameters get the name of their module, and linear layers their layout [out, in] (``restore``); layer norms that
-    were written out (before opset 17) are one operator again, and RMS norms keep their statistics in fp32.
+    vectors that the exporter merged are copied apart; what it repeated for each example of a fixed batch is one
+    parameter for all; a matrix and its (transposed) copy are tied again; anonymous parameters get the name of their
+    module, and linear layers their layout [out, in] (``restore``); layer norms that were written out (before opset 17)
+    are one operator again, and RMS norms keep their statistics in fp32.
     BatchNormalization and Dropout train, an If on a constant is inlined, loops of known length are unrolled, and
     calls of the model's functions are inlined: variables of such a model are to be asked for by name again.
 
@@ -127,6 +129,7 @@ def prepare_training(
         notes += leave_input_scaling(program)
         named = adopt_named(program, () if isinstance(trainable, str) else trainable or ())
         notes += [f"'{name}': trained, because named" for name in named]
+        notes += once_for_all(program)
         notes += retie(program)
         notes += untie(program, _matched(program, keep_tied, "keep_tied"))
         notes += fuse_layer_norms(program)

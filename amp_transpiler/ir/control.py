@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 import onnx
 
+from amp_transpiler.ir.nodes import Operator
+
 
 def nested_graphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
     """The graphs that a node holds as attributes."""
@@ -22,6 +24,13 @@ def every_node(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
         yield node
         for graph in nested_graphs(node):
             yield from every_node(graph.node)
+
+
+def carried_slots(op: Operator) -> range:
+    """The slots that a Loop or Scan (of opset 9 and later) begins its carried states with; none of other operators."""
+    if op.type == "Loop":
+        return range(2, max(len(op.inputs), 2))
+    return range(len(op.inputs) - int(op.attrs["num_scan_inputs"])) if op.type == "Scan" else range(0)
 
 
 def _graph(node: onnx.NodeProto, name: str) -> onnx.GraphProto:

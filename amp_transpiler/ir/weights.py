@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 
 from amp_transpiler.ir.angles import turns
+from amp_transpiler.ir.control import carried_slots
 from amp_transpiler.ir.counted import places
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
@@ -61,6 +62,8 @@ def not_a_weight(variable: Variable) -> str:
         return "what others are written into"
     if len(shape) > 1 and uses and all(traits_of(op).elementwise for op, _ in uses) and _is_choice(variable):
         return "a mask of zeros and ones"
+    if variable.readers and all(_counts(op, slot) for op, slot in variable.readers) and _is_all(variable, 1.0):
+        return "what is counted"
     if _is_start(variable, shape):
         return "what the examples of a batch begin with"
     if uses and all(_is_of_groups(op) and _is_all(variable, float(slot == 1)) for op, slot in uses):
@@ -188,23 +191,33 @@ def _is_of_groups(op: Operator) -> bool:
 
 def _is_start(variable: Variable, shape: tuple[int, ...]) -> bool:
     """Whether it is one number for every example of a batch, as a state of zeros is before the first step."""
-    if len(shape) < 3 or shape[0] < 2 or math.prod(shape[1:]) < 2 or math.prod(shape) > LOOKED_THROUGH:
-        return False  # a matrix may be that of a layer without batch
-    beside = [any(_has_batch(v, shape) for v in op.inputs if v is not variable) for op, _ in variable.readers]
-    if not beside or not all(beside) or not all(_by_place(op) for op, _ in variable.readers):
+    if len(shape) < 2 or shape[0] < 2 or math.prod(shape[1:]) < 2 or math.prod(shape) > LOOKED_THROUGH:
+        return False
+    if not variable.readers or not all(_begins(op, slot, shape) for op, slot in variable.readers):
         return False
     return _is_all(variable, as_array(variable.data).reshape(-1)[0])
 
 
-def _by_place(op: Operator) -> bool:
-    return traits_of(op).elementwise or op.type == "Concat"
-
-
-def _has_batch(operand: Variable | None, shape: tuple[int, ...]) -> bool:
-    """Whether an operand that is computed has as many examples, and as many axes."""
-    if operand is None or operand.data is not None or operand.shape is None:
+def _begins(op: Operator, slot: int | str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor of this shape in this slot is that of each example: no layer has its weights there, nor, the
+    fewer the axes, anything of that shape."""
+    if not isinstance(slot, int):
         return False
-    return len(operand.shape) == len(shape) and operand.shape[0] == shape[0]
+    if slot in carried_slots(op):
+        return True
+    computed = [None if v is None or v.data is not None else v.shape for v in op.inputs]
+    if op.type == "Where":
+        return slot > 0 and computed[3 - slot] == shape
+    if op.type == "MatMul":
+        other = computed[1 - slot]
+        return len(shape) > 3 and other is not None and other[:-2] == shape[:-2]
+    by_place = traits_of(op).elementwise or op.type == "Concat"
+    return by_place and len(shape) > 2 and any(v and len(v) == len(shape) and v[0] == shape[0] for v in computed)
+
+
+def _counts(op: Operator, slot: int | str) -> bool:
+    """Whether it adds what it reads up, at places: ones, to count them."""
+    return slot == 2 and op.type in _FILLED and op.attrs.get("reduction") == "add"
 
 
 def _is_filled(uses: Sequence[tuple[Operator, int | str]], hops: int) -> bool:

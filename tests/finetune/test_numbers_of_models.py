@@ -27,6 +27,8 @@ def reasons(made: amp.Program, *names: str) -> list[str]:
     ("fill", "reason"),
     [
         ('ScatterElements <axis = 0, reduction = "add"> (c, i, x)', "what others are written into"),
+        ("Where (b, c, x)", "what the examples of a batch begin with"),
+        ("Where (b, x, c)", "what the examples of a batch begin with"),
         ("ScatterElements <axis = 0> (c, i, x)", "what others are written into"),
         ("Trilu (c)", "what others are written into"),
         ("Add (c, x)", ""),
@@ -34,13 +36,45 @@ def reasons(made: amp.Program, *names: str) -> list[str]:
     ],
 )
 def test_one_number_that_is_filled_is_not_trained(fill: str, reason: str) -> None:
-    text = f"net (float[4,4] x, int64[4,4] i) => (float[4,4] y) {{ y = {fill} }}"
+    text = f"net (float[4,4] x, int64[4,4] i, bool[4,1] b) => (float[4,4] y) {{ y = {fill} }}"
     assert reasons(program(text, c=np.zeros((4, 4), np.float32)), "c") == [reason]
 
 
 def test_a_tensor_of_many_numbers_is_trained_though_it_is_written_into() -> None:
     text = "net (float[4,4] x, int64[4,4] i) => (float[4,4] y) { y = ScatterElements <axis = 0> (c, i, x) }"
     assert reasons(program(text, c=np.arange(16, dtype=np.float32).reshape(4, 4)), "c") == [""]
+
+
+@pytest.mark.parametrize(
+    ("reduction", "number", "reason"), [("add", 1, "what is counted"), ("add", 0.5, ""), ("none", 1, "")]
+)
+def test_ones_that_are_added_up_are_not_trained(reduction: str, number: float, reason: str) -> None:
+    text = f"""net (float[4,4] x, int64[4,4] i) => (float[4,4] y)
+        {{ y = ScatterElements <axis = 0, reduction = "{reduction}"> (x, i, c) }}"""
+    assert reasons(program(text, c=np.full((4, 4), number, np.float32)), "c") == [reason]
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"), [((2, 4), "what the examples of a batch begin with"), ((1, 4), ""), ((4,), "")]
+)
+def test_the_zeros_that_a_scan_begins_with_are_not_trained(shape: tuple[int, ...], reason: str) -> None:
+    sizes = ",".join(map(str, shape))
+    text = f"""net (float[5,{sizes}] x) => (float[{sizes}] last, float[5,{sizes}] y) {{
+        last, y = Scan <num_scan_inputs = 1,
+            body = step (float[{sizes}] s, float[{sizes}] v) => (float[{sizes}] t, float[{sizes}] w)
+                {{ t = Add (s, v) w = Tanh (t) }}> (c, x) }}"""
+    assert reasons(program(text, c=np.zeros(shape, np.float32)), "c") == [reason]
+    made = program(text, c=np.arange(np.prod(shape), dtype=np.float32).reshape(shape))
+    assert reasons(made, "c") == [""]  # a state that was learned
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [((2, 3, 4, 4), "what the examples of a batch begin with"), ((3, 4, 4), ""), ((1, 3, 4, 4), "")],
+)
+def test_the_state_of_zeros_that_linear_attention_asks_is_not_trained(shape: tuple[int, ...], reason: str) -> None:
+    text = "net (float[2,3,5,4] x) => (float[2,3,5,4] y) { y = MatMul (x, c) }"
+    assert reasons(program(text, c=np.zeros(shape, np.float32)), "c") == [reason]
 
 
 @pytest.mark.parametrize(("after", "reason"), [("Softmax", "a mask of nothing"), ("Relu", "")])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from amp_transpiler.ir.control import carried_slots
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.passes.precision.rules import Decision
@@ -63,12 +64,11 @@ def _boundaries(op: Operator) -> Iterator[Boundary]:
             if variable is not None and all(slot < len(program.outputs) for program in nested):
                 yield Boundary(op, made=(slot, tuple(program.outputs[slot] for program in nested)))
     elif op.type == "Loop":
-        carried = len(op.inputs) - 2
-        for slot in range(max(carried, 0), len(op.outputs)):
+        for slot in range(len(carried_slots(op)), len(op.outputs)):
             if op.outputs[slot] is not None:
                 yield Boundary(op, made=(slot, (nested[0].outputs[slot + 1],)))
     elif op.type == "Scan" and op.program.opset() >= 9:
-        carried = len(op.inputs) - int(op.attrs["num_scan_inputs"])
+        carried = len(carried_slots(op))
         for slot in range(carried, len(op.inputs)):
             if op.inputs[slot] is not None:
                 yield Boundary(op, read=(slot, nested[0].inputs[slot]))

@@ -1,0 +1,78 @@
+"""What an exporter repeated for every example of a fixed batch, one parameter for all of them again.
+
+A class token, queries or positions that a model expands to its batch are folded into one tensor when the batch is
+fixed: trained so, each place of the batch would get a token of its own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+
+from amp_transpiler.finetune.import_weights import uniform
+from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.opdef import traits_of
+from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.program import Program
+
+
+def once_for_all(program: Program) -> list[str]:
+    """Let parameters that hold the same for each example of the inputs' fixed batch hold it once."""
+    batches = {v.shape[0] for v in program.inputs if v.shape and isinstance(v.shape[0], int) and v.shape[0] > 1}
+    names = []
+    for variable in program.parameters if batches else ():
+        shape = variable.shape
+        if shape and len(shape) > 1 and shape[0] in batches and _per_example(variable) and _repeats(variable):
+            _keep_one(variable)
+            names.append(variable.name)
+    return [f"{', '.join(map(repr, names))}: one for all examples, as before the export"] if names else []
+
+
+def _per_example(variable: Variable) -> bool:
+    """Whether every reader takes it beside the examples, or as examples, and none as the weight of a layer."""
+    if variable in variable.program.outputs or not variable.readers:
+        return False
+    deep = len(variable.shape or ()) > 2  # a matrix may be that of a layer
+    return all(
+        isinstance(slot, int) and (_beside_examples(op, variable) or (deep and _are_examples(op, slot)))
+        for op, slot in variable.readers
+    )
+
+
+def _beside_examples(op: Operator, variable: Variable) -> bool:
+    """Whether it meets a computed tensor of as many examples and axes, element by element."""
+    if not traits_of(op).elementwise or not (shape := variable.shape):
+        return False
+    others = [v.shape for v in op.inputs if v is not None and v is not variable and v.data is None]
+    return any(other and len(other) == len(shape) and other[0] == shape[0] for other in others)
+
+
+def _are_examples(op: Operator, slot: int) -> bool:
+    """Whether what it reads in this slot is data: a model may have a matrix for each expert, all alike at first."""
+    traits = traits_of(op)
+    if traits.product:
+        return op.type == "MatMul" and slot == 0
+    return slot not in traits.weights and not traits.lookup
+
+
+def _repeats(variable: Variable) -> bool:
+    """Whether it holds the same for each example, and not one number everywhere."""
+    array = np.asarray(as_array(variable.data))
+    return bool((array[1] == array[0]).all()) and bool((array == array[:1]).all()) and not uniform(variable)
+
+
+def _keep_one(variable: Variable) -> None:
+    """Hold the first example alone; readers that do not broadcast it get it expanded."""
+    program, dtype, shape = variable.program, variable.dtype, variable.shape or ()
+    rest = [(op, int(slot)) for op, slot in variable.readers if not _beside_examples(op, variable)]
+    first = np.ascontiguousarray(np.asarray(as_array(variable.data))[:1])
+    variable.data = onnx.numpy_helper.from_array(first, variable.name)
+    variable.shape = (1, *shape[1:])
+    if not rest:
+        return
+    sizes = program.add_constant(f"{variable.name}.sizes", np.array(shape, np.int64))
+    repeated = program.add_variable(program.unique(f"{variable.name}.repeated"), dtype, shape)
+    expand = program.add_operator("Expand", [variable, sizes], [repeated])
+    expand.scope, expand.guard = rest[0][0].scope, rest[0][0].guard
+    for op, slot in rest:
+        op.set_input(slot, repeated)

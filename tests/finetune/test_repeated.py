@@ -1,0 +1,69 @@
+"""A tensor that an exporter repeated for each example of its fixed batch is trained as one."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.nn import functional as F
+
+ROW = np.random.default_rng(0).normal(size=(1, 2, 4)).astype(np.float32)
+ROWS = np.repeat(ROW, 3, 0)
+
+
+def load(body: str, token: np.ndarray) -> amp.Program:
+    text = f'<ir_version: 9, opset_import: ["" : 18]> net (float[3,2,4] x) => (float[3,k,4] y) {{ {body} }}'
+    model = onnx.parser.parse_model(text)
+    weight = np.eye(4, dtype=np.float32)
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(a, n) for n, a in (("token", token), ("w", weight)))
+    return amp.Program.from_onnx(model)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "y = Add (x, token)",
+        "y = Concat <axis = 1> (token, x)",
+        "t = MatMul (token, w) y = Add (t, x)",
+        "t = Add (token, x) y = Concat <axis = 1> (token, t)",
+    ],
+)
+def test_a_token_repeated_for_each_example_is_one(body: str) -> None:
+    program = load(body, ROWS)
+    done = amp.prepare_training(program, restore=False)
+    assert program.var("token").shape == (1, 2, 4)
+    assert any("'token'" in note and "one for all examples" in note for note in done.notes)
+    with amp.program_guard(program, program.startup):
+        loss = F.mean(program.outputs[0] * program.outputs[0])
+        gradients = {p.name: g for p, g in amp.append_backward(loss)}
+    x = np.random.default_rng(1).normal(size=(3, 2, 4)).astype(np.float32)
+    scope, exe = amp.Scope(), amp.Executor(threads=1)
+    exe.run(program.startup, scope=scope)
+    out, slope = exe.run(program, feed={"x": x}, fetch_list=[program.outputs[0], gradients["token"]], scope=scope)
+    doubled, times = 2 * (ROWS + x) / out.size, 2 * ROWS / out.size
+    expected = {
+        "y = Add (x, token)": (ROWS + x, doubled),
+        "y = Concat <axis = 1> (token, x)": (np.concatenate([ROWS, x], 1), times),
+        "t = MatMul (token, w) y = Add (t, x)": (ROWS + x, doubled),
+        "t = Add (token, x) y = Concat <axis = 1> (token, t)": (np.concatenate([ROWS, ROWS + x], 1), doubled + times),
+    }[body]
+    np.testing.assert_allclose(out, expected[0], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(slope, expected[1].sum(0, keepdims=True), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("body", "token"),
+    [
+        ("y = Add (x, token)", ROWS + np.arange(3, dtype=np.float32)[:, None, None]),  # not alike
+        ("y = MatMul (x, token)", np.repeat(np.concatenate([ROW, ROW], 1), 3, 0)),  # a matrix for each expert
+        ("t = Concat <axis = 0> (token, x) y = Slice (t, one, four)", np.repeat(ROW, 2, 0)),  # no batch
+    ],
+)
+def test_what_may_differ_by_example_stays(body: str, token: np.ndarray) -> None:
+    if "Slice" in body:
+        body = "one = Constant <value_ints = [2]> () four = Constant <value_ints = [5]> () " + body
+    program = load(body, token)
+    amp.prepare_training(program, restore=False)
+    assert program.var("token").shape == token.shape
