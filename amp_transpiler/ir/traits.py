@@ -23,6 +23,7 @@ class Traits:
     ``part``: it reads of its first input no more than it writes.
     ``bits``: it reads or makes the bits of its elements, not their values.
     ``shape_only``: it reads of its inputs the shape alone, neither elements nor their type.
+    ``type_only``: of these inputs it reads the type alone.
     ``exact``: its outputs hold only values of its inputs, so nothing is rounded after it on CPU.
     ``random``: it draws from the runtime's own generators, other numbers each time that it runs.
     ``meets``: several ranks exchange something in it.
@@ -69,6 +70,7 @@ class Traits:
     part: bool = False
     bits: bool = False
     shape_only: bool = False
+    type_only: tuple[int, ...] = ()
     exact: bool = False
     random: bool = False
     meets: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import pytest
 
 import amp_transpiler as amp
@@ -75,6 +76,20 @@ def test_integer_and_comparison_paths_carry_no_gradient(program: amp.Program) ->
     loss = F.sum(F.where(w > 0.0, w, 0.0 * w))
     amp.append_backward(loss)
     assert "GreaterGrad" not in types(program)
+
+
+def test_a_number_of_the_type_of_another_takes_its_type_alone() -> None:
+    text = """<ir_version: 9, opset_import: ["" : 20]> net (float[2,3] x) => (float[2,3] y) <float[3] w = {1.0, 2.0, 3.0}>
+    { h = Mul (x, w) two = Constant <value_int = 2> () number = CastLike (two, h) y = Mul (h, number) }"""
+    program = amp.Program.from_onnx(onnx.parser.parse_model(text))
+    with amp.program_guard(program, program.startup):
+        ((_, gradient),) = amp.append_backward(F.sum(program.outputs[0]))
+    scope, exe = amp.Scope(), amp.Executor(threads=1)
+    exe.run(program.startup, scope=scope)
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    np.testing.assert_allclose(
+        exe.run(program, feed={"x": x}, fetch_list=[gradient], scope=scope)[0], 2 * x.sum(0), rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -14,7 +14,7 @@ from amp_transpiler.ir.decompose import decompose_operator, has_decomposition
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import declare_outputs
 from amp_transpiler.ir.nodes import BACKWARD, OWN, Operator, Variable
-from amp_transpiler.ir.opdef import Gradient, gradient_type, lookup, lowering_rule_of
+from amp_transpiler.ir.opdef import Gradient, gradient_type, lookup, lowering_rule_of, traits_of
 from amp_transpiler.ir.parameter_names import names_of_parameter
 from amp_transpiler.ir.patterns import is_pattern, matching_names
 from amp_transpiler.ir.reasons import Kind, Reason
@@ -172,12 +172,19 @@ def _dependents(order: list[Operator], sources: Iterable[Variable], blocked: Col
     """Float variables that depend on ``sources`` through float values, one forward sweep."""
     needs = {v.key for v in sources if v.key not in blocked}
     for op in order:
-        reads = any(v is not None and v.key in needs for v in op.inputs) or any(v.key in needs for v in op.captures)
+        reads = bool(_slots(op, needs)) or any(v.key in needs for v in op.captures)
         if reads and op.role != BACKWARD:
             for v in op.outputs:
                 if v is not None and v.dtype in FLOATS and not v.stop_gradient and v.key not in blocked:
                     needs.add(v.key)
     return needs
+
+
+def _slots(op: Operator, needs: set[int]) -> list[int]:
+    """The inputs among ``needs`` whose elements it reads."""
+    found = [i for i, v in enumerate(op.inputs) if v is not None and v.key in needs and v.dtype in FLOATS]
+    typed = traits_of(op).type_only if found else ()
+    return [slot for slot in found if slot not in typed]
 
 
 Plan = list[tuple[Operator, Gradient | None, list[int]]]
@@ -195,7 +202,7 @@ def _plan(order: list[Operator], ends: Iterable[Variable], needs: set[int]) -> t
         outs = [v for v in op.outputs if v is not None and v.key in reached]
         if not outs:
             continue
-        slots = [i for i, v in enumerate(op.inputs) if v is not None and v.key in needs and v.dtype in FLOATS]
+        slots = _slots(op, needs)
         captured = captured_floats(op, needs)
         if not slots and not captured:
             continue
