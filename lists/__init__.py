@@ -16,10 +16,12 @@ from amp_transpiler.lists._kernels import (
     USUAL_PLACE,
     has_kernel,
     kernel_types,
+    lowering_gap,
     no_kernel,
     parts_of,
     unsupported_operators,
     unsupported_reason,
+    written_out,
 )
 from amp_transpiler.lists._places import PlaceTraits, half_places, place_kinds, place_traits
 from amp_transpiler.lists._roundings import Roundings, roundings
@@ -42,6 +44,7 @@ __all__ = [
     "keep_fp32",
     "kept_fp32",
     "kernel_types",
+    "lowering_gap",
     "no_kernel",
     "parts_of",
     "place_kinds",
@@ -50,4 +53,5 @@ __all__ = [
     "roundings",
     "unsupported_operators",
     "unsupported_reason",
+    "written_out",
 ]

@@ -41,6 +41,8 @@ _FLOATS = frozenset(_DTYPES.values())
 _ELEM_TYPES = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16, "float": TensorProto.FLOAT}
 # A constant becomes an initializer, which needs no kernel.
 _NO_KERNEL_NEEDED = frozenset({"Constant"})
+#: Operators that a lowering rule writes out; the rules declare them.
+_WRITTEN_OUT: set[str] = set()
 
 _Ranges = list[tuple[int, int, dict[str, frozenset[str]]]]
 
@@ -211,6 +213,16 @@ def unsupported_reason(op_type: str, dtype: str, opset: int = TARGET_OPSET, plac
     return _gap(name, domain, dtype, opset, place)
 
 
+def written_out(op_type: str) -> None:
+    """Declare that a lowering rule writes an operator out in others: it needs neither a kernel nor a function body."""
+    _WRITTEN_OUT.add(op_type)
+
+
+def lowering_gap(op_type: str, dtype: str, opset: int = TARGET_OPSET, place: str = USUAL_PLACE) -> str | None:
+    """:func:`unsupported_reason` of an operator that no lowering rule writes out; None for the others."""
+    return None if op_type in _WRITTEN_OUT else unsupported_reason(op_type, dtype, opset, place)
+
+
 def no_kernel(place: str) -> str:
     """What the reason of an operator without kernel on a place begins with."""
     return f"no {place_traits(place).title} kernel for "
@@ -226,11 +238,11 @@ def parts_of(op_type: str, dtype: str, opset: int, place: str) -> tuple[str, ...
 
 
 def unsupported_operators(dtype: str, opset: int = TARGET_OPSET, place: str = USUAL_PLACE) -> frozenset[str]:
-    """The float operators of ai.onnx for which :func:`unsupported_reason` has a reason."""
+    """The float operators of ai.onnx for which :func:`lowering_gap` has a reason."""
     return frozenset(
         name
         for (domain, name), schema in schemas().items()
-        if not domain and is_float_operator(schema) and unsupported_reason(name, dtype, opset, place)
+        if not domain and is_float_operator(schema) and lowering_gap(name, dtype, opset, place)
     )
 
 

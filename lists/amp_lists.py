@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from amp_transpiler.errors import ListError, ListTypeError
 from amp_transpiler.lists._data import default_lists, known_aliases, resolve
-from amp_transpiler.lists._kernels import USUAL_PLACE, unsupported_operators, unsupported_reason
+from amp_transpiler.lists._kernels import USUAL_PLACE, lowering_gap, unsupported_operators
 from amp_transpiler.lists._places import half_places, place_traits
 from amp_transpiler.lists._presets import Preset, find_preset
 from amp_transpiler.option_checks import shown
@@ -106,7 +106,7 @@ class AutoMixedPrecisionLists:
                 "Take each operator out of one of them."
             )
         for operator in white:
-            reason = unsupported_reason(operator, self.dtype, place=place)
+            reason = lowering_gap(operator, self.dtype, place=place)
             if reason:
                 raise ListError(
                     f"{called_white} names '{white[operator]}', but {operator} cannot run in {self.dtype}: {reason}. "

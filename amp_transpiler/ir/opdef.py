@@ -24,7 +24,7 @@ from amp_transpiler.ir.exchange_call import Exchange
 from amp_transpiler.ir.intervals import RangeRule
 from amp_transpiler.ir.nodes import OWN, Operator, Shape
 from amp_transpiler.ir.traits import Traits
-from amp_transpiler.lists import PlaceTraits
+from amp_transpiler.lists import PlaceTraits, written_out
 
 T = TypeVar("T")
 #: ``rule(e, op, *inputs) -> outputs``; None: the place computes the operator as it stands.
@@ -202,11 +202,11 @@ def lowering_rule(
     def register(function: AnyRule) -> AnyRule:
         found = entry(full_type)
         found.lowering, found.native, found.when, found.kernels = function, native, when, kernels
+        written_out(full_type)
         if slots is not None:
             found.slots = slots
             found.infer = lambda op: [None if v is None else (v.dtype, v.shape) for v in slots.states(op.inputs)]
-        if infer is not None:
-            found.infer = infer
+        found.infer = infer or found.infer
         return function
 
     return register

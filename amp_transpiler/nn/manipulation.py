@@ -278,9 +278,23 @@ def flip(x: Variable, axis: int | Sequence[int]) -> Variable:
 
 
 @function()
-def roll(x: Variable, shifts: int, axis: int) -> Variable:
-    """Move elements ``shifts`` places on along ``axis``; what leaves at the end comes in at the front."""
+def roll(x: Variable, shifts: int | Sequence[int], axis: int | Sequence[int] | None = None) -> Variable:
+    """Move elements ``shifts`` places on along ``axis``; what leaves at the end comes in at the front.
+
+    Lists, of equal lengths, move along several dimensions. Without ``axis`` all elements move, in the order in which
+    they lie. ArgumentError for dimensions whose sizes are not fixed.
+    """
     call = "roll"
+    if axis is None:
+        shape = [fixed(call, "x", x, i) for i in range(len(variable(call, "x", x).shape or ()))]
+        return reshape(roll(reshape(x, [-1]), shifts, 0), shape)
+    if isinstance(axis, Sequence):
+        moves = list(shifts) if isinstance(shifts, Sequence) else [shifts]
+        if len(moves) != len(axis):
+            raise ArgumentError(f"{call}: {len(moves)} shifts for {len(axis)} dimensions; give one for each")
+        for shift, one in zip(moves, axis, strict=True):
+            x = roll(x, shift, one)
+        return x
     at = axis_of(call, axis, x)
     size = fixed(call, "x", x, at)
     count = whole(call, "shifts", shifts, -LONGEST) % size

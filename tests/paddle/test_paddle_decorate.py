@@ -12,6 +12,7 @@ import amp_transpiler as amp
 from amp_transpiler import optimizer as optim
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ListError
 from amp_transpiler.nn import functional as F
+from tests.helpers.cuda_kernels import without_cuda_kernel
 
 
 class Net:
@@ -148,6 +149,26 @@ def test_paddles_operator_names_are_in_the_sets() -> None:
         assert name not in lists.all_list
     assert lists.all_list == lists.white_list | lists.black_list | lists.gray_list
     assert lists.amp_dtype == "float16"
+
+
+@pytest.mark.parametrize("name", ["batch_norm", "cross_entropy", "lstm", "reduce_prod"])
+def test_a_custom_white_operator_that_lowering_writes_out_is_taken(name: str) -> None:
+    """They were refused for bfloat16, for which CUDA has no kernel of theirs, and stood in ``unsupported_list``."""
+    lists = amp.AutoMixedPrecisionLists(custom_white_list=[name], dtype="bfloat16")
+    assert name in lists.white_list and not lists.custom_white_list & lists.unsupported_list
+    with pytest.raises(ListError, match="'pool2d', but .* cannot run in bfloat16: no CUDA kernel"):
+        amp.AutoMixedPrecisionLists(custom_white_list=["pool2d"], dtype="bfloat16")
+
+
+def test_a_batch_norm_on_the_white_list_runs_in_bfloat16() -> None:
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        loss = F.mean(amp.nn.batch_norm(amp.data("x", [4, 2], "float32")) ** 2)
+        lists = amp.AutoMixedPrecisionLists(custom_white_list=["batch_norm"], dtype="bfloat16")
+        amp.decorate(optim.SGD(0.1), lists, dtype="bfloat16").minimize(loss, startup)
+    (norm,) = [op for op in main.operators if op.type == "BatchNormalization"]
+    assert norm.precision == "bfloat16"
+    assert not without_cuda_kernel(main.lower(amp.CUDAPlace(0)).model)
 
 
 #: Paddle's operator that its function of this name makes, and the function here.

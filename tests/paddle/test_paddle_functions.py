@@ -102,3 +102,19 @@ def test_what_cannot_be_repeated_or_inserted_is_named() -> None:
             F.take_along_axis(table, places, 1)
         with pytest.raises(ArgumentError, match=r"unsqueeze: axis 4 of \[4, 0\] is outside the 3 dimensions"):
             F.unsqueeze(table, [4, 0])
+
+
+@pytest.mark.parametrize("shifts, axis", [(5, None), (-1, None), ([1, -2], [0, 2]), ([4], [1]), (2, [1])])
+def test_roll_moves_along_several_dimensions_or_all_elements(shifts: Any, axis: Any) -> None:
+    """``axis`` had no default, and lists were refused."""
+    data = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    main = amp.Program()
+    with amp.program_guard(main):
+        found = F.roll(amp.data("x", [2, 3, 4]), shifts, axis)
+    (value,) = amp.Executor(amp.CPUPlace()).run(main, feed={"x": data}, fetch_list=[found])
+    np.testing.assert_array_equal(value, np.roll(data, shifts, axis))
+
+
+def test_roll_wants_a_shift_for_each_dimension() -> None:
+    with amp.program_guard(amp.Program()), pytest.raises(ArgumentError, match="roll: 1 shifts for 2 dimensions"):
+        F.roll(amp.data("x", [2, 3]), [1], [0, 1])

@@ -10,7 +10,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import FULL, inserted
 from amp_transpiler.ir.nodes import BACKWARD, FORWARD, Operator, Variable
-from amp_transpiler.ir.opdef import lookup, traits_of
+from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.patterns import is_pattern, matching
 from amp_transpiler.ir.reasons import UNTOUCHED, Kind, Reason, parse
 from amp_transpiler.ir.types import FLOATS, HALF, SHORT
@@ -18,6 +18,7 @@ from amp_transpiler.lists import (
     TARGET_OPSET,
     USUAL_PLACE,
     AutoMixedPrecisionLists,
+    lowering_gap,
     no_kernel,
     place_traits,
     unsupported_reason,
@@ -190,11 +191,9 @@ class Rules:
         """Why no lowering runs the operator in 16 bit; None where one does."""
         name = operator_name(op)
         if name not in self._gaps:
-            gap = unsupported_reason(name, self.dtype, self.kernel_opset, self.lists.place)
+            gap_of = lowering_gap if self.lowers else unsupported_reason
+            gap = gap_of(name, self.dtype, self.kernel_opset, self.lists.place)
             self._gaps[name] = _lacks_kernel(gap, self.lists.place) if gap else None
-        found = lookup(op)
-        if self.lowers and found is not None and found.lowering is not None:
-            return None
         return self._gaps[name]
 
     def _fault(self, op: Operator, slots: Slots) -> Reason | None:
