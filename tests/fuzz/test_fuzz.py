@@ -83,7 +83,7 @@ def test_the_fuzzer_sees_what_it_looks_for(tmp_path: Path) -> None:
 import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from tests.fuzz import workers
-workers.SECONDS, workers.BYTES = 1.0, workers._resident(os.getpid()) + (1 << 27)
+workers.SECONDS, workers.BYTES = 3.0, workers._resident(os.getpid()) + (1 << 27)
 run = {{"crash": lambda: os.abort(), "hang": lambda: time.sleep(30), "flood": lambda: b"x" * (1 << 29) and time.sleep(30),
         "raise": lambda: 1 / 0, "leave": lambda: os._exit(3), "fine": lambda: ""}}
 for case, found, _ in workers.judge(run, lambda case: run[case]()):
@@ -93,7 +93,7 @@ for case, found, _ in workers.judge(run, lambda case: run[case]()):
     found = dict(line.split(" | ") if " | " in line else (line.split(" |")[0], "") for line in done.stdout.splitlines())
     assert found == {
         "crash": "died of signal SIGABRT",
-        "hang": "more than 1 seconds",
+        "hang": "more than 3 seconds",
         "leave": "ended with status 3 without a word",
         "flood": found["flood"],
         "raise": "ZeroDivisionError: division by zero",

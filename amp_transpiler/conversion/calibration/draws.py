@@ -16,7 +16,8 @@ from amp_transpiler.program import Program
 
 def draws(operator: Operator) -> bool:
     """Whether an operator draws random numbers, if only where a run tells it to."""
-    return traits_of(operator).random or (operator.type == "Dropout" and not operator.domain)
+    told = operator.type == "Dropout" and not operator.domain and operator.input(2) is not None
+    return told or traits_of(operator).random
 
 
 def seed_draws(lowered: Lowered, program: Program) -> None:
