@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -19,6 +20,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--place"):
         choose(config.getoption("--place"))
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A search of the whole heap goes through ten thousand collected tests: a tenth as often, a twentieth less in all.
+    gc.set_threshold(*gc.get_threshold()[:2], 100)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

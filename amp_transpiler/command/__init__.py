@@ -4,6 +4,8 @@ Importing ``amp_transpiler`` takes a second, and nothing inside of it could end 
 would it do to catch KeyboardInterrupt here: numpy and others make an ImportError of it.
 """
 
+import atexit
+import gc
 import os
 import signal
 import sys
@@ -27,5 +29,6 @@ for _command in COMMANDS.keys() & sys.argv[1:2]:
     load(_command)
 if _usual:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+atexit.register(gc.freeze)  # the process ends a quarter sooner if nobody goes through a hundred thousand objects again
 
 __all__ = ["main"]

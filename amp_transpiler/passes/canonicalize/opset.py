@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ def convert_opset(program: Graph, target: int = TARGET_OPSET) -> bool:
     check_age(program)
     missing = []
     for op in list(program.walk()):
-        if not op.domain and _since(op, version) and not _since(op, target) and has_decomposition(op):
+        if not op.domain and _since(op.type, version) and not _since(op.type, target) and has_decomposition(op):
             missing.append(op)
         elif not op.domain:
             _convert(op, version, target)
@@ -61,10 +62,11 @@ def check_age(program: Graph, oldest: int = 7) -> None:
         )
 
 
-def _since(op: Operator, version: int) -> int | None:
-    """The version in which ai.onnx gave an operator the form that it has at ``version``; None where there is none."""
+@cache
+def _since(kind: str, version: int) -> int | None:
+    """The version in which ai.onnx gave a type of operator its form at ``version``; None where it has none."""
     try:
-        return int(onnx.defs.get_schema(op.type, version, "").since_version)
+        return int(onnx.defs.get_schema(kind, version, "").since_version)
     except onnx.defs.SchemaError:
         return None
 
@@ -77,7 +79,7 @@ def can_convert(program: Graph, target: int) -> bool:
 
 def _obstacle(op: Operator, version: int, target: int) -> str | None:
     """Why an operator of one opset has no form at another; None where it has."""
-    new, old = _since(op, target), _since(op, version)
+    new, old = _since(op.type, target), _since(op.type, version)
     if new is None and not has_decomposition(op):
         return (
             f"operator '{op.label}' ({op.type}, opset {version}) does not exist at opset {target}, which this "
@@ -99,7 +101,7 @@ def _convert(op: Operator, version: int, target: int) -> None:
     obstacle = _obstacle(op, version, target)
     if obstacle is not None:
         raise GraphError(obstacle)
-    new, old = _since(op, target), _since(op, version)
+    new, old = _since(op.type, target), _since(op.type, version)
     if old is None:
         return  # written by onnxruntime before ONNX had the operator, in the form that ONNX took over
     if old == new and not onnx.defs.get_schema(op.type, target, "").deprecated:
