@@ -1,10 +1,9 @@
 """``python -m amp_transpiler.cli``."""
 
-import atexit
-import gc
 import sys
 
 from amp_transpiler.cli.main import main
+from amp_transpiler.ir.gc_pause import leave_at_exit
 
-atexit.register(gc.freeze)  # as in amp_transpiler/command
+leave_at_exit()
 sys.exit(main())

@@ -4,8 +4,6 @@ Importing ``amp_transpiler`` takes a second, and nothing inside of it could end 
 would it do to catch KeyboardInterrupt here: numpy and others make an ImportError of it.
 """
 
-import atexit
-import gc
 import os
 import signal
 import sys
@@ -24,11 +22,12 @@ _usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else t
 if _usual:
     signal.signal(signal.SIGINT, _quit)
 from amp_transpiler.cli.main import COMMANDS, load, main
+from amp_transpiler.ir.gc_pause import leave_at_exit
 
 for _command in COMMANDS.keys() & sys.argv[1:2]:
     load(_command)
 if _usual:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-atexit.register(gc.freeze)  # the process ends a quarter sooner if nobody goes through a hundred thousand objects again
+leave_at_exit()
 
 __all__ = ["main"]

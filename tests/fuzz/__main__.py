@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from amp_transpiler.ir.gc_pause import leave_at_exit
 from tests.fuzz.cases import KINDS, Case, Given, judged
 from tests.fuzz.commands import load_all
 from tests.fuzz.models import models
@@ -59,4 +60,5 @@ def _report(cases: Sequence[Case | Given], options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    leave_at_exit()
     sys.exit(main())

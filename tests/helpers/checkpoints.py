@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 import amp_transpiler as amp
+from amp_transpiler.ir.gc_pause import leave_at_exit
 from amp_transpiler.nn import functional as F
 
 MODES = ("fp32", "amp", "pure-fp16", "pure-bf16")
@@ -233,6 +234,7 @@ def _expected(last: int) -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    leave_at_exit()
     what, where, *numbers = sys.argv[1:]
     if what == "kills":
         kills(Path(where), *map(int, numbers))

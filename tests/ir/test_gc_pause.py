@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import weakref
 
 import pytest
 
 from amp_transpiler.ir import gc_pause
 from amp_transpiler.ir.gc_pause import collector_paused
+from tests.helpers.where import ROOT
 
 
 class _Knot:
@@ -65,3 +69,17 @@ def test_few_objects_are_left_to_the_collector() -> None:
         made = [[]]
     assert id(made[0]) in {id(each) for each in gc.get_objects(0)}
     assert gc.isenabled()
+
+
+def test_a_process_of_its_own_ends_without_a_search() -> None:
+    """And does all else that it does at its end."""
+    code = """
+import atexit, gc
+atexit.register(lambda: print(gc.get_freeze_count() > 1000))
+from amp_transpiler.ir.gc_pause import leave_at_exit
+leave_at_exit()
+print(gc.get_freeze_count() > 1000)
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]

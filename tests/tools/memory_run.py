@@ -15,6 +15,7 @@ from collections.abc import Callable
 import numpy as np
 
 import amp_transpiler as amp
+from amp_transpiler.ir.gc_pause import leave_at_exit
 from amp_transpiler.nn import functional as F
 from amp_transpiler.runtime.session import release_memory
 from tests.helpers.where import ROOT
@@ -238,6 +239,7 @@ def measured(*arguments: str) -> list[float]:
 
 
 if __name__ == "__main__":
+    leave_at_exit()
     if sys.argv[1:] == ["--shapes"]:
         shapes()
     elif sys.argv[1:] == ["--steps"]:

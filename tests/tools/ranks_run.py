@@ -28,6 +28,7 @@ from pathlib import Path
 import numpy as np
 
 import amp_transpiler as amp
+from amp_transpiler.ir.gc_pause import leave_at_exit
 from amp_transpiler.runtime.collective import mpi, ordered
 from tests.helpers.dealt import batch, dealing
 from tests.helpers.normalised import trained
@@ -278,6 +279,7 @@ def run(case: str, ranks: int) -> None:
 
 
 if __name__ == "__main__":
+    leave_at_exit()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", choices=[[], *CASES], default=[])
     parser.add_argument("--ranks", type=int, default=2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import lzma
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -104,14 +105,20 @@ VALUES = {"silero_vad": {"sr": 16000}}
 TRAINED = ["silero_vad", "magika_v3_3", "ultraface_rfb320", "dtln_1", "gtcrn_simple", "mnist_cntk", "ppocr_cls"]
 
 
-@pytest.mark.parametrize("mode", ["fp32", "mixed", "pure-fp16"])
-@pytest.mark.parametrize("name", TRAINED)
-def test_trained_models_train_on(name: str, mode: str) -> None:
+def prepared(content: bytes, name: str) -> amp.Program:
+    program = amp.Program.from_onnx(onnx.load_model_from_string(content))
+    amp.prepare_training(program, values=VALUES.get(name), feed_shapes=SHAPES.get(name))
+    return program
+
+
+@cache
+def trained(name: str) -> tuple[bytes, dict[str, np.ndarray], np.ndarray]:
+    """A trained model's file, feeds, and what it makes of them, which is the same whatever it is trained in next."""
     path = DATA / "onnx_models" / f"{name}.onnx.xz"
     if not path.exists():
         pytest.skip(NO_DATA)
-    program = amp.Program.from_onnx(onnx.load_model_from_string(lzma.decompress(path.read_bytes())))
-    amp.prepare_training(program, values=VALUES.get(name), feed_shapes=SHAPES.get(name))
+    content = lzma.decompress(path.read_bytes())
+    program = prepared(content, name)
     rng = np.random.default_rng(0)
     feeds = {}
     for variable in program.inputs:
@@ -121,8 +128,14 @@ def test_trained_models_train_on(name: str, mode: str) -> None:
     test, scope, exe = program.clone(for_test=True), amp.Scope(), amp.Executor(threads=2)
     exe.run(program.startup, scope=scope)
     first = next(v for v in test.outputs if v.dtype == "float32")
-    out = np.asarray(exe.run(test, feed=feeds, fetch_list=[first], scope=scope)[0])
-    history = train(program, feeds, out, mode, 10)
+    return content, feeds, np.asarray(exe.run(test, feed=feeds, fetch_list=[first], scope=scope)[0])
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed", "pure-fp16"])
+@pytest.mark.parametrize("name", TRAINED)
+def test_trained_models_train_on(name: str, mode: str) -> None:
+    content, feeds, out = trained(name)
+    history = train(prepared(content, name), feeds, out, mode, 10)
     assert np.isfinite(history).all() and min(history[-3:]) < history[0], history
 
 
