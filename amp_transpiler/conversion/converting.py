@@ -15,6 +15,7 @@ from amp_transpiler.conversion.auto import ORIGINAL, SEARCHED, Search
 from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions, Options
 from amp_transpiler.conversion.fold_constants import FoldConstants
 from amp_transpiler.conversion.io_types import NarrowIo
+from amp_transpiler.conversion.other_type import WidenOther
 from amp_transpiler.conversion.products_first import ProductsFirst
 from amp_transpiler.conversion.raise_opset import RaiseOpset
 from amp_transpiler.conversion.report.record import Conversion, CutRecord, record_program
@@ -62,13 +63,14 @@ def convert(
             delicate operators (the black list) in fp32; "auto": as "pure", but for what calibration shows to be
             unsafe; without calibration, of the black list only what is proved safe runs in 16 bit. Operators that
             nothing binds run where the whole moves the fewest bytes ("least traffic", a minimum cut).
-        dtype: "float16" ("fp16", "half") or "bfloat16" ("bf16").
+        dtype: "float16" ("fp16", "half") or "bfloat16" ("bf16"). A model whose weights are of the other of these
+            stands for the fp32 one with the same values.
         place: where the model will run, a place or its kind ("cuda", "webgpu"). What has no kernel of the type
             there, or one that fails in 16 bit alone, stays fp32; so does what its kernels would add up or compute in
             16 bit at too great a loss, with weights that are stored in 16 bit all the same. What its kernels compute
             wrongly is written in another way.
-        keep_io: True: inputs and outputs keep their types; False: float32 ones become 16 bit; or the names of
-            those that keep theirs.
+        keep_io: True: inputs and outputs keep their types; False: float32 ones become 16 bit, and of the type asked
+            for where the model was in the other; or the names of those that keep theirs.
         white_list, black_list: operators to move to a list (ONNX types or Paddle's names).
         black_varnames: variables whose readers and writers stay fp32; or operators by pattern (``encoder/*``).
         only, exclude: patterns (globs, or regular expressions after "re:") of operator names or scopes that alone
@@ -134,6 +136,7 @@ def conversion(options: ConversionOptions) -> Pipeline:
                 Options(),
                 FreezeWeights(),
                 TryInlineFunctions(),
+                WidenOther(),
                 FoldConstants(),
                 RaiseOpset(),
                 WriteNorms(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions
@@ -15,8 +15,11 @@ from amp_transpiler.passes.precision.casts import add_cast
 from amp_transpiler.passes.view.typing import programs
 
 
-def io_to_narrow(program: Graph, options: ConversionOptions) -> frozenset[str]:
-    """Names of the inputs and outputs that become 16 bit. ArgumentError where ``keep_io`` names another."""
+def io_to_narrow(program: Graph, options: ConversionOptions, dtypes: Collection[str] = ("float32",)) -> frozenset[str]:
+    """Names of the inputs and outputs of these types that need not keep theirs, and become of the type asked for.
+
+    ArgumentError where ``keep_io`` names another.
+    """
     every = {v.name: v for v in (*program.inputs, *program.outputs)}
     if isinstance(options.keep_io, bool):
         kept: Iterable[str] = every if options.keep_io else ()
@@ -28,7 +31,7 @@ def io_to_narrow(program: Graph, options: ConversionOptions) -> frozenset[str]:
                 f"{options.called('keep_io')} names '{unknown[0]}', which is no input or output of the model; "
                 f"it has {', '.join(map(repr, every))}"
             )
-    return frozenset(n for n, v in every.items() if n not in set(kept) and v.dtype == "float32")
+    return frozenset(n for n, v in every.items() if n not in set(kept) and v.dtype in dtypes)
 
 
 def narrow_io(program: Graph, names: Iterable[str], dtype: str) -> None:

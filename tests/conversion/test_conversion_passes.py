@@ -14,8 +14,8 @@ from amp_transpiler.passes.pipeline import Context, Pipeline, Property, apply
 from tests.helpers.exported import exported, samples
 
 STEPS = (
-    "freeze-weights,try-inline-functions,fold-constants,raise-opset,write-norms,products-first,around-faults,rescale-factors,"
-    "constraints,partition,narrow-io"
+    "freeze-weights,try-inline-functions,widen-other,fold-constants,raise-opset,write-norms,products-first,around-faults,"
+    "rescale-factors,constraints,partition,narrow-io"
 )
 ASKED: dict[str, dict[str, Any]] = {
     "options": {},

@@ -31,11 +31,12 @@ _COPY = re.compile(r"(.+)\.cast_(fp16|bf16)(?:_\d+)?")
 _HALF_OF = {SHORT[dtype]: dtype for dtype in HALF}
 
 
-def widen(program: Graph, moved: dict[str, str] | None = None) -> list[str]:
+def widen(program: Graph, moved: dict[str, str] | None = None, free: Collection[str] = ()) -> list[str]:
     """Turn 16-bit weights, constants and operators to fp32 and take their casts out, in place; notes on what was done.
 
     Values stay what they are: every 16-bit number is a fp32 number. Inputs and outputs keep their declared types,
-    behind casts; so do operators that do not take fp32 (those of foreign domains may not), between casts.
+    behind casts, but for those called ``free``; so do operators that do not take fp32 (those of foreign domains may
+    not), between casts.
     ``moved`` is told of each tensor that went with a cast, or lies behind one now, which one holds it in fp32;
     that one may have moved as well.
     """
@@ -44,7 +45,7 @@ def widen(program: Graph, moved: dict[str, str] | None = None) -> list[str]:
     if not any(v.dtype in HALF for each in every for v in each.variables):
         return []
     kept = {op: _types(op) for op in program.walk() if not _takes_float32(op)}
-    io = _keep_io(program, moved)
+    io = _keep_io(program, moved, free)
     halves = [v for each in every for v in each.variables if v.dtype in HALF and v not in io]
     held = sorted({str(v.dtype) for v in halves if v.producer is None and v.data is not None})
     for each in every:
@@ -92,9 +93,9 @@ def _types(op: Operator) -> tuple[list[str | None], list[str | None]]:
     return reads, writes
 
 
-def _keep_io(program: Graph, moved: dict[str, str]) -> set[Variable]:
+def _keep_io(program: Graph, moved: dict[str, str], free: Collection[str]) -> set[Variable]:
     """Put casts behind 16-bit inputs and before 16-bit outputs; these variables, whose types are declared."""
-    found = {v for v in (*program.inputs, *program.outputs) if v.dtype in HALF}
+    found = {v for v in (*program.inputs, *program.outputs) if v.dtype in HALF and v.name not in free}
     for variable in [v for v in program.variables if v in found]:
         producer = variable.producer
         if producer is None and not variable.readers:
