@@ -29,8 +29,8 @@ def with_levels(decorate: Decorate) -> Decorate:
 
     That is ``decorate(optimizer, amp_lists=None, level="O1", dtype="float16", master_weight=None, master_grad=False,
     init_loss_scaling=2**16, incr_every_n_steps=2000, decr_every_n_nan_or_inf=1, incr_ratio=2.0, decr_ratio=0.5,
-    use_dynamic_loss_scaling=None, use_amp_guard=False)``. It is meant where the third argument is a string, or a
-    keyword is given that it alone has. ``use_bf16=True`` is ``dtype="bfloat16"``.
+    use_dynamic_loss_scaling=None, use_amp_guard=False, use_promote=False)``. It is meant where the third
+    argument is a string, or a keyword is given that it alone has. ``use_bf16=True`` is ``dtype="bfloat16"``.
     """
 
     @wraps(decorate)
@@ -65,6 +65,7 @@ def _by_level(
     decr_ratio: float = 0.5,
     use_dynamic_loss_scaling: bool | None = None,
     use_amp_guard: bool = False,
+    use_promote: bool = False,
     **ours: Any,
 ) -> dict[str, Any]:
     """Our keywords for a call by level. ``master_grad`` changes nothing: gradients are unscaled and applied in fp32."""
@@ -100,6 +101,7 @@ def _by_level(
         "dtype": dtype,
         "use_pure_fp16": level.upper() == "O2",
         "use_fp16_guard": use_amp_guard,
+        "use_promote": use_promote,
         **ours,
     }
 

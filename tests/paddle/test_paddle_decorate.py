@@ -70,6 +70,17 @@ def test_the_guard_of_a_level_is_use_amp_guard() -> None:
     assert net.run_in() == {"Conv": FP32, "Add": FP32, "MatMul": FP16, "ReduceMean": FP16}
 
 
+def test_every_argument_of_a_level_by_its_place() -> None:
+    """The last, ``use_promote``, was one too many."""
+    numbers = (1024.0, 500, 3, 4.0, 0.25)
+    decorated = amp.decorate(optim.AdamW(0.1), None, "O2", "float16", None, True, *numbers, True, False, False)
+    assert scaling(decorated) == (1024.0, True, 500, 3, 4.0, 0.25)
+    with pytest.raises(
+        ArgumentError, match="use_promote=True is Paddle's, and not offered: which operators run in fp32"
+    ):
+        amp.decorate(optim.AdamW(0.1), None, "O2", "float16", None, True, *numbers, True, False, True)
+
+
 def test_master_weight_false_leaves_masters_out() -> None:
     with pytest.warns(UserWarning, match="multi_precision"):
         decorated = amp.decorate(optim.AdamW(0.1), level="O2", master_weight=False, master_grad=True)

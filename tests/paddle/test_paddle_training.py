@@ -41,3 +41,34 @@ def test_parameters_gradients_and_masters(name: str) -> None:
     assert grads == {p: (TYPES[a], g, TYPES[b]) for p, a, g, b in recorded["params_grads"]}
     masters = {v.name for v in main.variables if v.name.endswith("_fp32_master_0")}
     assert masters == {m.removeprefix("opt_") for m in recorded["master_weights"].values()}
+
+
+SECOND = {"fc_1.w_0", "fc_1.b_0"}
+BOTH = SECOND | {"fc_0.w_0", "fc_0.b_0"}
+#: Arguments of ``decorate`` with ``dtype="bfloat16"`` -> the parameters that Paddle 2.6.2 declares bfloat16 and rounds in
+#: ``amp_init``, and those that get masters.
+BFLOAT16: list[tuple[dict[str, Any], set[str], set[str]]] = [
+    ({"level": "O1"}, set(), set()),
+    ({"level": "O2"}, BOTH, BOTH),
+    ({"level": "O2", "master_grad": True}, BOTH, BOTH),
+    ({"level": "O2", "use_amp_guard": True}, SECOND, SECOND),
+    ({"level": "O2", "master_weight": False}, BOTH, set()),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi_precision")
+@pytest.mark.parametrize("arguments, low, masters", BFLOAT16, ids=[str(each) for each, _, _ in BFLOAT16])
+def test_bfloat16_by_level(arguments: dict[str, Any], low: set[str], masters: set[str]) -> None:
+    main, startup, scope = amp.Program(), amp.Program("startup"), amp.Scope()
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        hidden = amp.nn.fc(amp.data("x", [4, 8], "float32"), 8)
+        with amp.fp16_guard():
+            loss = F.mean(amp.nn.fc(amp.nn.layer_norm(hidden, begin_norm_axis=1), 4))
+        optimizer = amp.decorate(amp.optimizer.AdamW(0.1), dtype="bfloat16", **arguments)
+        optimizer.minimize(loss, startup)
+    amp.Executor(amp.CPUPlace()).run(startup, scope=scope)
+    optimizer.amp_init(amp.CPUPlace(), scope)
+    assert {p.name for p in main.all_parameters() if p.dtype == "bfloat16"} == low
+    assert {p.name for p in main.all_parameters() if scope.find_var(p.name).dtype == "bfloat16"} == low
+    found = {v.name.removesuffix("_fp32_master_0") for v in main.variables if v.name.endswith("_fp32_master_0")}
+    assert found == masters
