@@ -104,6 +104,16 @@ def known_aliases() -> Mapping[str, tuple[str, ...]]:
     return _aliases()[0]
 
 
+@cache
+def written_as() -> Mapping[str, tuple[str, ...]]:
+    """Paddle's operator names, and the ONNX operators that functions of this package make in their place."""
+    table = tomllib.loads(read_text("aliases.toml"))["written_as"]
+    for name, operators in table.items():
+        for operator in operators:
+            check_operator(operator, f"aliases.toml, written_as {name}")
+    return MappingProxyType({name: tuple(operators) for name, operators in table.items()})
+
+
 def keep_fp32(*names: str, inputs: Iterable[int], outputs: Iterable[int] = ()) -> None:
     """Declare which inputs and outputs of operators stay fp32 when the operator itself runs in 16 bit.
 

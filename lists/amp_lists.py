@@ -1,9 +1,10 @@
 """The operator lists of one conversion: the defaults, changed by the user's own lists."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from amp_transpiler.errors import ListError, ListTypeError
-from amp_transpiler.lists._data import default_lists, known_aliases, resolve
+from amp_transpiler.lists._data import default_lists, known_aliases, resolve, written_as
 from amp_transpiler.lists._kernels import USUAL_PLACE, lowering_gap, unsupported_operators
 from amp_transpiler.lists._places import half_places, place_traits
 from amp_transpiler.lists._presets import Preset, find_preset
@@ -54,7 +55,8 @@ class AutoMixedPrecisionLists:
     Args:
         custom_white_list: operators to run in 16 bit: ONNX operator types (``MatMul``), ``domain::Type``, or Paddle's
             names (``pool2d``), of which one may stand for several types.
-        custom_black_list: operators to run in fp32.
+        custom_black_list: operators to run in fp32, by the same names; of Paddle's also what functions of this package
+            make in their place (Sigmoid for ``silu``).
         custom_black_varnames: names of variables; an operator that reads or writes one of them runs fp32. A name
             that no variable has and that is a glob (``encoder/*``) or, after ``re:``, a regular expression stands for
             operators instead: by name or scope, by what they make, or by a parameter that they read.
@@ -97,7 +99,7 @@ class AutoMixedPrecisionLists:
             )
         called_white, called_black = self._called("custom_white_list"), self._called("custom_black_list")
         white = _resolved(custom_white_list, called_white)
-        black = _resolved(custom_black_list, called_black)
+        black = _resolved(custom_black_list, called_black, written_as())
         overlap = sorted(white.keys() & black.keys())
         if overlap:
             given = "; ".join(f"{each}: white as '{white[each]}', black as '{black[each]}'" for each in overlap)
@@ -186,6 +188,8 @@ def _strings(names: Iterable[str] | None, argument: str) -> list[str]:
     return listed
 
 
-def _resolved(names: Iterable[str] | None, argument: str) -> dict[str, str]:
-    """ONNX operators by the name under which the user gave them."""
-    return {operator: name for name in _strings(names, argument) for operator in resolve(name)}
+def _resolved(
+    names: Iterable[str] | None, argument: str, more: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+) -> dict[str, str]:
+    """ONNX operators by the name under which the user gave them; ``more`` are others that a name takes in."""
+    return {operator: name for name in _strings(names, argument) for operator in (*resolve(name), *more.get(name, ()))}

@@ -162,11 +162,14 @@ def test_paddles_operator_names_are_in_the_sets() -> None:
     assert lists.amp_dtype == "float16"
 
 
-@pytest.mark.parametrize("name", ["batch_norm", "cross_entropy", "lstm", "reduce_prod"])
+@pytest.mark.parametrize("name", ["batch_norm", "softmax_with_cross_entropy", "lstm", "reduce_prod"])
 def test_a_custom_white_operator_that_lowering_writes_out_is_taken(name: str) -> None:
     """They were refused for bfloat16, for which CUDA has no kernel of theirs, and stood in ``unsupported_list``."""
     lists = amp.AutoMixedPrecisionLists(custom_white_list=[name], dtype="bfloat16")
     assert name in lists.white_list and not lists.custom_white_list & lists.unsupported_list
+    assert "LogSoftmax" in lists.black_list, (
+        "what a loss with probabilities as labels makes is black with it, not white"
+    )
     with pytest.raises(ListError, match="'pool2d', but .* cannot run in bfloat16: no CUDA kernel"):
         amp.AutoMixedPrecisionLists(custom_white_list=["pool2d"], dtype="bfloat16")
 
