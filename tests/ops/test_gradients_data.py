@@ -154,6 +154,10 @@ def test_gather(known: bool, shape: Shape, at: Shape, seed: int, data: st.DataOb
     check_gradient("Gather", [normal(seed, shape), indices], attrs={"axis": axis}, feeds=() if known else (1,))
 
 
+def test_gather_along_the_last_of_three_axes() -> None:
+    check_gradient("Gather", [normal(0, (2, 3, 4)), ints(3, -4, 3, 1, 0)], attrs={"axis": 2}, feeds=[1])
+
+
 def test_gather_adds_up_duplicates() -> None:
     (dx,) = gradient_values("Gather", [np.zeros((3, 1)), ints(1, -2, 1, 0)])
     np.testing.assert_array_equal(dx, [[1], [3], [0]])
