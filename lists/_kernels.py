@@ -9,7 +9,7 @@ kernel in a newer opset.
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -279,10 +279,11 @@ def _part_gap(op_type: str, elements: frozenset[str], opset: int, place: str) ->
 
 
 def _function_nodes(schema: defs.OpSchema, dtype: str) -> list[tuple[str, frozenset[str]]]:
-    """Operator types in the schema's function body, with the float element types of each; empty without a body."""
-    function = _function(schema, dtype)
-    if function is None:
-        return []
+    """Operator types in the schema's function bodies, with the float element types of each; empty without a body."""
+    return [part for function in _functions(schema, dtype) for part in _parts(schema, function, dtype)]
+
+
+def _parts(schema: defs.OpSchema, function: onnx.FunctionProto, dtype: str) -> list[tuple[str, frozenset[str]]]:
     nodes = [_with_defaults(node, schema) for node in function.node]
     inputs = [
         helper.make_value_info(name, _value_type(schema, slot.type_str, dtype))
@@ -302,13 +303,20 @@ def _function_nodes(schema: defs.OpSchema, dtype: str) -> list[tuple[str, frozen
     return parts
 
 
-def _function(schema: Any, dtype: str) -> onnx.FunctionProto | None:  # Any: the stubs of OpSchema lack has_function
+def _functions(schema: Any, dtype: str) -> list[onnx.FunctionProto]:  # Any: the stubs of OpSchema lack has_function
+    """The bodies of an operator: one, or those that depend on what it is given: the least, and everything."""
     if schema.has_function:
-        body: onnx.FunctionProto = schema.function_body
-        return body
+        return [schema.function_body]
     if not schema.has_context_dependent_function:
-        return None
-    given = [slot for slot in schema.inputs if slot.option != defs.OpSchema.FormalParameterOption.Optional]
+        return []
+    optional = defs.OpSchema.FormalParameterOption.Optional
+    least = [slot for slot in schema.inputs if slot.option != optional]
+    bodies = (_function(schema, given, dtype) for given in (least, schema.inputs))
+    return [body for body in bodies if body is not None]
+
+
+def _function(schema: Any, given: Sequence[Any], dtype: str) -> onnx.FunctionProto | None:
+    """The body of an operator that is given these inputs."""
     node = helper.make_node(schema.name, [slot.name for slot in given], [schema.outputs[0].name], domain=schema.domain)
     for name, attribute in schema.attributes.items():
         if attribute.required and attribute.type == defs.OpSchema.AttrType.INT:
@@ -320,7 +328,7 @@ def _function(schema: Any, dtype: str) -> onnx.FunctionProto | None:  # Any: the
         except Exception:  # onnx builds the body in C++ and raises whatever comes; without a body there is no lowering
             continue
         if written:
-            body = onnx.FunctionProto.FromString(written)
+            body: onnx.FunctionProto = onnx.FunctionProto.FromString(written)
             return body
     return None
 

@@ -108,7 +108,7 @@ class AutoMixedPrecisionLists:
                 "Take each operator out of one of them."
             )
         for operator in white:
-            reason = lowering_gap(operator, self.dtype, place=place)
+            reason = self._gap(operator)
             if reason:
                 raise ListError(
                     f"{called_white} names '{white[operator]}', but {operator} cannot run in {self.dtype}: {reason}. "
@@ -132,6 +132,10 @@ class AutoMixedPrecisionLists:
                 f"{' or '.join(map(repr, half_places()))}."
             )
         return place
+
+    def _gap(self, operator: str) -> str | None:
+        """Why an operator cannot run at ``dtype`` in a lowered program, or None."""
+        return lowering_gap(operator, self.dtype, place=self.place)
 
     def _called(self, argument: str) -> str:
         """An argument as messages name it."""

@@ -9,7 +9,7 @@ from typing import Any
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ListError
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.types import HALF
-from amp_transpiler.lists import USUAL_PLACE, AutoMixedPrecisionLists, half_places
+from amp_transpiler.lists import USUAL_PLACE, AutoMixedPrecisionLists, half_places, unsupported_reason
 from amp_transpiler.option_checks import choice, flag, number, shown, strings, switch
 from amp_transpiler.passes.lowering.place import Place, kind_of
 from amp_transpiler.passes.pipeline import Context, Pass, Value, option
@@ -157,6 +157,9 @@ class _Lists(AutoMixedPrecisionLists):
         super().__init__(
             options.white_list, options.black_list, options.black_varnames, options.dtype, place=options.kind
         )
+
+    def _gap(self, operator: str) -> str | None:
+        return unsupported_reason(operator, self.dtype, place=self.place)  # nothing lowers a file
 
     def _called(self, argument: str) -> str:
         return self._options.called(argument.removeprefix("custom_"))

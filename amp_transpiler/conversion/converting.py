@@ -22,6 +22,7 @@ from amp_transpiler.conversion.report.record import Conversion, CutRecord, recor
 from amp_transpiler.conversion.rescale_factors import RescaleFactors
 from amp_transpiler.conversion.steps import ASSIGNMENT, CONSTRAINTS, Constrain, FreezeWeights, Partition
 from amp_transpiler.conversion.verdict import judge
+from amp_transpiler.conversion.write_clips import WriteClips
 from amp_transpiler.conversion.write_norms import WriteNorms
 from amp_transpiler.ir.gc_pause import collector_paused
 from amp_transpiler.ir.onnx_in import load
@@ -140,6 +141,7 @@ def conversion(options: ConversionOptions) -> Pipeline:
                 FoldConstants(),
                 RaiseOpset(),
                 WriteNorms(),
+                WriteClips(),
                 ProductsFirst(),
                 AroundFaults(),
                 RescaleFactors(),

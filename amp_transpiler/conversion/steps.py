@@ -21,6 +21,7 @@ from amp_transpiler.passes.canonicalize.opset import check_age
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.inner_roundings import ROUNDED, keep_rounded
 from amp_transpiler.passes.numerics.known import known_constraints
+from amp_transpiler.passes.numerics.one_type_norms import keep_norms, store_norms
 from amp_transpiler.passes.numerics.ranges import Ranges
 from amp_transpiler.passes.partition.assign_precision import Assignment, assign
 from amp_transpiler.passes.pipeline import Context, Pass, Property, Value
@@ -41,6 +42,7 @@ def constraints_of(program: Graph, options: ConversionOptions) -> Constraints | 
         return Constraints() if options.mode == "auto" else None
     constraints = known_constraints(program, options.dtype, ranges, options.tell)
     keep_rounded(program, options.kind, options.dtype, constraints)
+    keep_norms(program, options.dtype, constraints)
     if options.mode == "auto" and not options.searches:
         _keep_unproved(program, ranges, constraints, options)
     return constraints
@@ -64,6 +66,7 @@ def assigned(program: Graph, constraints: Constraints | None, options: Conversio
     outside, narrow = _outside(program, options), io_to_narrow(program, options)
     made = assign(program, options.lists, options.mode, constraints, outside=outside, narrow_io=narrow)
     store_weights(program, constraints, options.dtype)
+    store_norms(program)
     return made
 
 

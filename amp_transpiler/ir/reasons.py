@@ -76,6 +76,7 @@ class Kind(Enum):
     NO_INPUT = "no input sets its element type"
     OTHER_TYPE = "it computes in {detail}"
     KEPT_SLOTS = "its slots stay fp32"
+    ONE_TYPE = "its kernels take '{subject}' in {detail} alone, and it is {detail}"
     # -- numbers -----------------------------------------------------------------------------------
     LOSS = "makes the loss"
     STATISTICS = "statistics of a normalisation"

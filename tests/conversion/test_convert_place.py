@@ -164,7 +164,10 @@ MEET = {
     "ConvTranspose: three axes": [
         "m (float[1,2,3,4,3] x) => (float[n,o,d,h,v] y) <float[2,3,2,2,2] w> { y = ConvTranspose(x, w) }"
     ],
-    "BatchNormalization: 16-bit image, fp32 statistics": [NORMED],
+    "BatchNormalization: 16-bit image, fp32 statistics": [
+        "m (float16[N,4,5,5] x) => (float16[N,4,5,5] y) <float[4] s, float[4] b, float[4] a, float[4] v>"
+        " { y = BatchNormalization(x, s, b, a, v) }"
+    ],
     "Gemm: scalar added": ["m (float[N,4] x) => (float[N,1] y) <float[4,1] w, float[1] b> { y = Gemm(x, w, b) }"],
     "Gemm: integers times a fraction": [
         "m (int32[3,4] x, int32[4,2] w) => (int32[3,2] y) { y = Gemm<alpha=0.5>(x, w) }",
