@@ -48,6 +48,10 @@ CASES = {
         { h = Div(length, two)  f = Floor(h)  y = Cast<to=7>(f) }""",
         {"h": "becomes an integer", "f": "becomes an integer"},
     ),
+    "the side of a square, left to compute": (
+        """m () => (int64 y) <float count = {16}, float half = {0.5}> { s = Pow(count, half)  y = Cast<to=7>(s) }""",
+        {"s": "becomes an integer"},
+    ),
     "a duration that a network computes": (
         """m (float[4,8] x) => (int64[4,8] y) <float[8,8] w = {WEIGHTS}>
         { d = MatMul(x, w)  e = Exp(d)  r = Round(e)  y = Cast<to=7>(r) }""",

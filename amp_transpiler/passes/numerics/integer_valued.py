@@ -103,6 +103,11 @@ def _operands(op: Operator) -> list[Variable]:
     return [v for slot, v in enumerate(op.inputs) if v is not None and is_float(v) and (not moved or moves(op, slot))]
 
 
+def _is_computed_size(op: Operator, name: str) -> bool:
+    """Whether it computes with constants alone: a size that an exporter left to compute, as the root of a count."""
+    return name in _ARITHMETIC and all(_is_number(source(v)) for v in _operands(op))
+
+
 def _computes_scale(op: Operator) -> bool:
     """Whether the scale by which it quantises comes of the data, as rounding decides about the integers then."""
     scale = op.input(1)
@@ -150,7 +155,7 @@ def _backwards(ops: list[Operator], constraints: Constraints) -> None:
         if not becomes:
             continue
         target = next((becomes[v] for v in op.outputs if v is not None and v in becomes), None)
-        if target is None or not (name in _ROUNDS or moves(op)):
+        if target is None or not (name in _ROUNDS or moves(op) or _is_computed_size(op, name)):
             continue
         constraints.keep(op, Reason(Kind.BECOMES_INTEGER, target))
         for variable in _operands(op):
