@@ -234,7 +234,8 @@ def parts_of(op_type: str, dtype: str, opset: int, place: str) -> tuple[str, ...
     if has_kernel(place_traits(place).provider, op_type, dtype, opset):
         return ()
     schema = _schema(op_type, opset, "")
-    return () if schema is None else tuple(dict.fromkeys(part for part, _ in _function_nodes(schema, dtype)))
+    bodies = [] if schema is None else _bodies(schema, dtype)
+    return tuple(dict.fromkeys(part for body in bodies for part, _ in _parts(body, dtype)))
 
 
 def unsupported_operators(dtype: str, opset: int = TARGET_OPSET, place: str = USUAL_PLACE) -> frozenset[str]:
@@ -259,10 +260,12 @@ def _gap(op_type: str, domain: str, dtype: str, opset: int, place: str) -> str |
         return lacking
     if not any(_DTYPES[dtype] in _allowed(schema, slot.type_str) for slot in [*schema.inputs, *schema.outputs]):
         return f"{lacking}, and its schema does not admit {dtype}"
-    nodes = _function_nodes(schema, dtype)
-    if not nodes:
+    bodies = _bodies(schema, dtype)
+    if not bodies:
         return f"{lacking}, and no function body"
-    for part, elements in nodes:
+    if not all(map(_is_typed, bodies)):
+        return f"{lacking}, and its function body mixes types"
+    for part, elements in (part for body in bodies for part in _parts(body, dtype)):
         gap = _part_gap(part, elements, opset, place)
         if gap:
             return f"{lacking}, and its function body has no lowering: {gap}"
@@ -278,26 +281,40 @@ def _part_gap(op_type: str, elements: frozenset[str], opset: int, place: str) ->
     return None
 
 
-def _function_nodes(schema: defs.OpSchema, dtype: str) -> list[tuple[str, frozenset[str]]]:
-    """Operator types in the schema's function bodies, with the float element types of each; empty without a body."""
-    return [part for function in _functions(schema, dtype) for part in _parts(schema, function, dtype)]
+def _bodies(schema: defs.OpSchema, dtype: str) -> list[onnx.ModelProto]:
+    """The schema's function bodies as models of an element type."""
+    return [_body(schema, function, dtype) for function in _functions(schema, dtype)]
 
 
-def _parts(schema: defs.OpSchema, function: onnx.FunctionProto, dtype: str) -> list[tuple[str, frozenset[str]]]:
+def _body(schema: defs.OpSchema, function: onnx.FunctionProto, dtype: str) -> onnx.ModelProto:
     nodes = [_with_defaults(node, schema) for node in function.node]
     inputs = [
         helper.make_value_info(name, _value_type(schema, slot.type_str, dtype))
         for name, slot in zip(function.input, schema.inputs, strict=False)
     ]
     graph = helper.make_graph(nodes, schema.name, inputs, [])
+    model: onnx.ModelProto = helper.make_model(graph, opset_imports=function.opset_import)
+    return model
+
+
+def _is_typed(body: onnx.ModelProto) -> bool:
+    """Whether element types fit each other: that of MeanVarianceNormalization adds float32 to its element type."""
     try:
-        model = helper.make_model(graph, opset_imports=function.opset_import)
-        inferred = shape_inference.infer_shapes(model).graph
+        shape_inference.infer_shapes(body, check_type=True, strict_mode=True)
+    except (shape_inference.InferenceError, ValueError) as error:
+        return "inconsistent type" not in str(error)
+    return True
+
+
+def _parts(body: onnx.ModelProto, dtype: str) -> list[tuple[str, frozenset[str]]]:
+    """The operator types of a body, with the float element types of each."""
+    try:
+        inferred = shape_inference.infer_shapes(body).graph
     except (shape_inference.InferenceError, ValueError):
-        inferred = graph  # untyped values count as data of the element type
+        inferred = body.graph  # untyped values count as data of the element type
     types = {value.name: value.type for value in [*inferred.input, *inferred.value_info]}
     parts = []
-    for node in nodes:
+    for node in body.graph.node:
         elements = {_float_of(types.get(name), dtype) for name in [*node.input, *node.output] if name}
         parts.append((node.op_type, frozenset(elements - {""})))
     return parts

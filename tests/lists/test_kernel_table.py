@@ -164,6 +164,17 @@ def test_opset_gaps_are_the_recorded_ones(key):
             "no CUDA kernel for PRelu at bfloat16 in opset 21, and its function body has no lowering: "
             "no CUDA kernel for Less at bfloat16 in opset 21, and no function body",
         ),
+        (
+            "Clip",  # with bounds; without any its body is Identity
+            "bfloat16",
+            "no CUDA kernel for Clip at bfloat16 in opset 21, and its function body has no lowering: "
+            "no CUDA kernel for Less at bfloat16 in opset 21, and no function body",
+        ),
+        (
+            "MeanVarianceNormalization",
+            "float16",
+            "no CUDA kernel for MeanVarianceNormalization at float16 in opset 21, and its function body mixes types",
+        ),
         ("com.microsoft::MurmurHash3", "float16", "no CUDA kernel for MurmurHash3 at float16 in opset 21"),
     ],
 )
