@@ -22,6 +22,11 @@ RUNS = {
         " { u = Unsqueeze(x, one) y = Conv(u, w) g = Neg(h) }",
         {"x": (1, 1024), "h": (2, 1, 4)},
     ),
+    "one token is padding": (
+        "m (int64[N,L] ids) => (float[N,L,4] y) <float[2,4] w, float[2,1] seen = {0.0, 1.0}>"
+        " { t = Mul(w, seen) y = Gather(t, ids) }",
+        {"ids": (1, 64)},
+    ),
     "a batch of one sample is too small": (
         "m (float[N,3] x) => (float[M,3] y) <int64[1] a = {8}, int64[1] b = {40}, int64[1] c = {0}, float[32,3] d>"
         " { s = Slice(x, a, b, c) y = Add(s, d) }",
