@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-import numpy as np
-
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError, ScopeError
 from amp_transpiler.ir.nodes import OWN, Variable
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.passes.lowering.lowered import needed
-from amp_transpiler.passes.numerics.one_type_norms import constant, store_norms
+from amp_transpiler.passes.numerics.one_type_norms import write_norms_of_one_type
 from amp_transpiler.program import Program, default_main_program, program_of
 from amp_transpiler.runtime.executor import Executor
 from amp_transpiler.runtime.scope import Scope, check_scope
@@ -32,7 +30,7 @@ def save_inference_model(
     """Write what computes ``fetch_vars`` from ``feed_vars`` as an ONNX model: whole, or not at all.
 
     The model has real 16-bit operators, parameters from ``scope`` (default: the global one), and no training forms.
-    Batch normalisations that run in 16 bit have their parameters in it where they fit, as kernels want them.
+    Batch normalisations read their fp32 parameters through casts, for kernels want one type.
     onnxruntime alone loads it; a bfloat16 model on CUDA only, for it has no bfloat16 arithmetic on CPU. ``feed_vars``
     are inputs of ``program`` (default: the program of the first fetch variable, else the current main program), by
     variable or name; a training program is turned into its form for evaluation first.
@@ -58,13 +56,7 @@ def save_inference_model(
             f"parameter '{missing[0]}'{more} of program '{program.name}' is not in the scope; run its startup program "
             "first, into this scope"
         )
-
-    def held(variable: Variable) -> np.ndarray | None:
-        return scope.find_var(variable.name) if variable.persistable else constant(variable)
-
-    with scope.reading():  # all of them as one step left them
-        store_norms(served, held)
-        served.to_onnx(path, scope=scope)
+    served.to_onnx(path, scope=scope)
 
 
 @paddle_arguments("inference")
@@ -132,6 +124,7 @@ def pruned(program: Program, feeds: list[str], fetches: list[str]) -> Program:
     for variable in list(program.variables):
         if not program.graph.degree(variable.key):
             program.remove_variable(variable)
+    write_norms_of_one_type(program)
     return program
 
 

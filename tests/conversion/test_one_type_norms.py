@@ -121,13 +121,16 @@ def test_norms_and_clips_of_a_file_are_on_cuda(dtype: str, tmp_path: Path) -> No
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_served_model_has_them_in_16_bit_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@needs_placement_tool
+def test_norms_of_a_served_model_are_on_cuda(dtype: str, tmp_path: Path) -> None:
     main, startup = amp.Program(), amp.Program("startup")
     with amp.program_guard(main, startup), amp.unique_name.guard():
         x = amp.data("x", [None, 3, 8, 8], "float32")
         with amp.fp16_guard():
             made = F.relu(amp.nn.batch_norm(amp.nn.conv2d(x, 8, 3)))
-        optimizer = amp.decorate(amp.optimizer.SGD(0.1, multi_precision=True), use_pure_fp16=True)
+        optimizer = amp.optimizer.SGD(0.1, multi_precision=True)
+        optimizer = amp.decorate(optimizer, dtype=dtype, use_pure_fp16=True)
         optimizer.minimize(F.mean(F.cast(made, "float32")), startup)
     exe, scope, path = amp.Executor(), amp.Scope(), tmp_path / "served.onnx"
     exe.run(startup, scope=scope)
@@ -136,7 +139,10 @@ def test_a_served_model_has_them_in_16_bit_too(tmp_path: Path) -> None:
     amp.save_inference_model(path, [x], [made], exe, program=main, scope=scope)
     own = amp.Scope()
     served, _, (output,) = amp.load_inference_model(path, exe, scope=own)
-    assert _types(served) == {"float16"}
+    assert _types(served) == {"float16" if dtype == "float16" else "float32"}
+    np.testing.assert_array_equal(own.find_var("batch_norm_0.w_2"), scope.find_var("batch_norm_0.w_2"))
     (expected,) = exe.run(main.clone(for_test=True), {"x": _X[:, :3]}, [made], scope)
     (got,) = exe.run(served, {v.name: _X[:, :3].astype(v.dtype) for v in served.inputs}, [output], own)
-    assert off(got, expected) < 1.5e-3
+    assert off(got, expected) < {"float16": 1.5e-3, "bfloat16": 1.2e-2}[dtype]
+    done = place(onnx.load(path), tmp_path / "placed.onnx")
+    assert done.returncode == 0, done.stdout + done.stderr
