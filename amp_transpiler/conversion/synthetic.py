@@ -51,8 +51,7 @@ def synthetic_sample(program: Program) -> tuple[dict[str, np.ndarray], list[Any]
 
 def _tells(output: Any) -> bool:
     """Whether an output is more than zeros, of which every conversion is right."""
-    array = output if isinstance(output, np.ndarray) else None
-    return array is None or array.dtype.kind not in "fV" or bool((array != 0).any())
+    return not isinstance(output, np.ndarray) or output.dtype.kind not in "fV" or bool((output != 0).any())
 
 
 def _shapes(program: Program) -> Iterator[list[list[int]]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import onnx
 
-from amp_transpiler.ir.control import nested_graphs
+from amp_transpiler.ir.control import every_node, nested_graphs
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.passes.lowering.lowered import Lowered
@@ -40,10 +40,7 @@ def seed_draws(lowered: Lowered, program: Program) -> None:
 
 def _nodes(lowered: Lowered) -> Iterator[tuple[onnx.NodeProto, Operator | None]]:
     """Nodes, those of nested graphs too, with their operators."""
-    graph = lowered.model.graph
-    yield from zip(graph.node, lowered.origins, strict=False)
-    pending = [nested for node in graph.node for nested in nested_graphs(node)]
-    for nested in pending:
-        for node in nested.node:
-            yield node, next((lowered.inner[name] for name in node.output if name in lowered.inner), None)
-            pending.extend(nested_graphs(node))
+    for node, op in zip(lowered.model.graph.node, lowered.origins, strict=False):
+        yield node, op
+        for inner in every_node(each for nested in nested_graphs(node) for each in nested.node):
+            yield inner, next((lowered.inner[name] for name in inner.output if name in lowered.inner), None)
