@@ -28,6 +28,7 @@ from amp_transpiler.ir.intervals import (
 )
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, lowering_rule, no_gradient, own, range_rule, traits
+from amp_transpiler.ir.operator_call import Held, Writer
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.common import Grads, comparable, size_of, summed, times
 
@@ -170,9 +171,14 @@ def _is_bfloat16(op: Operator) -> bool:
 
 @lowering_rule("Clip", native=True, when=_is_bfloat16)
 def clip_body(e: Emitter, op: Operator, x: Value, low: Value | None = None, high: Value | None = None) -> Grads:
-    """From Max and Min: CUDA has no kernel of Clip for bfloat16, nor of the comparisons in its function body."""
-    x = x if low is None else e.Max(x, low)
-    return [x if high is None else e.Min(x, high)]
+    """CUDA has no kernel of Clip for bfloat16, nor of the comparisons in its function body."""
+    return [limited(e, x, low, high)]
+
+
+def limited(w: Writer[Held], x: Held, low: Held | None = None, high: Held | None = None) -> Held:
+    """Clip from Max and Min: NaN stays NaN, and a bound above the other wins."""
+    x = x if low is None else w.Max(x, low)
+    return x if high is None else w.Min(x, high)
 
 
 @gradient("Identity", reads="dy0", native=True)

@@ -19,6 +19,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.ops.common import size_of
 from amp_transpiler.ops.einsum import labels_of, sizes_of, unrepeated
+from amp_transpiler.ops.elementwise import limited
 
 #: ``body(e, attributes, inputs, results) -> results``
 Body = Callable[[Emitter, Mapping[str, Any], Sequence[Value | None], Sequence[Value]], Sequence[Value] | None]
@@ -114,8 +115,7 @@ def _clip(
 ) -> Sequence[Value]:
     x, low, high = (*inputs, None, None)[:3]
     assert x is not None
-    x = x if low is None else e.Max(x, low)
-    return [x if high is None else e.Min(x, high)]
+    return [limited(e, x, low, high)]
 
 
 @body("IsNaN")

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions
 from amp_transpiler.conversion.protected import converted, protected
-from amp_transpiler.ir.decompose import Parts, write_instead
+from amp_transpiler.ir.decompose import write_instead
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.lists import unsupported_reason
+from amp_transpiler.ops.elementwise import limited
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.view.of_type import of_type
 from amp_transpiler.passes.view.typing import programs
@@ -38,17 +38,9 @@ class WriteClips(Pass):
                 if data is None or data.dtype != "float32" or op in keep or (made is not None and made.name in names):
                     continue
                 if op.input(1) is not None or op.input(2) is not None:
-                    write_instead(op, _bounds)
+                    write_instead(op, lambda d, op, *inputs: [limited(d, *inputs)])
 
 
 def _gains(opset: int, options: ConversionOptions) -> bool:
     lacks = {name: unsupported_reason(name, options.dtype, opset, options.kind) for name in ("Clip", "Max", "Min")}
     return lacks["Clip"] is not None and lacks["Max"] is None and lacks["Min"] is None
-
-
-def _bounds(
-    d: Parts, op: Operator, x: Variable, low: Variable | None = None, high: Variable | None = None
-) -> list[Variable]:
-    """NaN stays NaN, and a bound above the other wins, as with Clip."""
-    x = x if low is None else d.Max(x, low)
-    return [x if high is None else d.Min(x, high)]
