@@ -79,8 +79,7 @@ def _turn_afterwards(product: Operator, turn: Operator) -> None:
     straight = program.add_variable(program.unique(f"{made.name}.product"), made.dtype, shape)
     product.set_input(0, data)
     product.set_output(0, straight)
-    after = program.add_operator("Transpose", [straight], [made], attrs={"perm": list(turn.attrs["perm"])})
-    after.role, after.guard, after.scope = product.role, product.guard, product.scope
+    program.add_operator("Transpose", [straight], [made], attrs={"perm": list(turn.attrs["perm"])}, like=product)
     if not rows.readers and rows not in program.outputs:
         program.remove_operator(turn)
         program.remove_variable(rows)

@@ -97,8 +97,7 @@ class _Factor:
         if not self._taken_in(other, number):
             scaled = program.add_variable(program.unique(f"{other.name}.scaled"), "float32", other.shape)
             new = program.add_constant(f"{factor.name}.number", number)
-            before = program.add_operator("Mul", [other, new], [scaled])
-            before.role, before.guard, before.scope = op.role, op.guard, op.scope
+            program.add_operator("Mul", [other, new], [scaled], like=op)
             if op.outputs[0] is not None and scaled.shape != op.outputs[0].shape:
                 scaled.shape = op.outputs[0].shape
             op.set_input(1 - slot, scaled)

@@ -270,15 +270,20 @@ class Graph(HasStartup):
         domain: str = "",
         name: str = "",
         role: str | None = None,
+        like: Operator | None = None,
     ) -> Operator:
         """A new operator that reads ``inputs`` and writes ``outputs``; marks and scope come from the context.
 
         ``role``: that of the context where it is left out, but what reads a part of the training step is of that part.
+        ``like``: role, guard and scope are those of another operator, which may have been removed.
         """
         made = attrs if isinstance(attrs, Attributes) else Attributes(attrs)
         check_slots(self, type, inputs, outputs)
         op = self.add_read(type, list(inputs), list(outputs), made, domain)
         op.name = name
+        if like is not None:
+            op.role, op.guard, op.scope = like.role, like.guard, like.scope
+            return op
         op.role = role or role_after(context.role(), inputs)
         op.guard = context.in_fp16_guard()
         op.scope = context.scope_name()

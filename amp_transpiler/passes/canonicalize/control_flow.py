@@ -125,19 +125,16 @@ class _Known:
 def _replace(op: Operator, results: Sequence[Variable | None]) -> None:
     """Let the operator's outputs be these variables."""
     program, outputs = op.program, list(op.outputs)
-    marks = (op.role, op.guard, op.scope)
     program.remove_operator(op)
     for old, new in zip(outputs, results, strict=False):
         if old is not None and new is not None:
-            same = program.add_operator("Identity", [new], [old])
-            same.role, same.guard, same.scope = marks
+            program.add_operator("Identity", [new], [old], like=op)
 
 
 def _add(
     like: Operator, type_: str, inputs: Sequence[Variable | None], outputs: Sequence[Variable], **attrs: Any
 ) -> None:
-    op = like.program.add_operator(type_, inputs, outputs, attrs=attrs)
-    op.role, op.guard, op.scope = like.role, like.guard, like.scope
+    like.program.add_operator(type_, inputs, outputs, attrs=attrs, like=like)
 
 
 def _inline_if(op: Operator, env: _Known) -> bool:

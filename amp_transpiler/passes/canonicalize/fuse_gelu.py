@@ -32,11 +32,9 @@ def fuse_gelus(program: Graph) -> list[str]:
 
 
 def _fuse(x: Variable, last: Operator) -> None:
-    program, out, name = last.program, last.outputs[0], last.name
-    marks = last.role, last.guard, last.scope
+    program, out = last.program, last.outputs[0]
     remove(last, {x})
-    new = program.add_operator("Gelu", [x], [out], attrs={"approximate": "none"}, name=name)
-    new.role, new.guard, new.scope = marks
+    program.add_operator("Gelu", [x], [out], attrs={"approximate": "none"}, name=last.name, like=last)
 
 
 def _found(erf: Operator) -> tuple[Variable, Operator] | None:

@@ -105,13 +105,12 @@ def squares(op: Operator) -> bool:
 
 def _fuse(norm: _Norm) -> None:
     program, out = norm.last.program, norm.last.outputs[0]
-    marks = norm.last.role, norm.last.guard, norm.last.scope
     remove(norm.last, {norm.x, norm.scale, norm.bias})
     attrs = {"axis": norm.axis, "epsilon": norm.epsilon}
-    name = norm.last.name
     weights = [_of_rank(weight, -norm.axis) for weight in (norm.scale, norm.bias)]
-    new = program.add_operator("LayerNormalization", [norm.x, *weights], [out], attrs=attrs, name=name)
-    new.role, new.guard, new.scope = marks
+    program.add_operator(
+        "LayerNormalization", [norm.x, *weights], [out], attrs=attrs, name=norm.last.name, like=norm.last
+    )
 
 
 def _of_rank(weight: Variable, rank: int) -> Variable:

@@ -101,15 +101,13 @@ def _counts(root: Variable) -> bool:
 
 def _write(root: Operator, made: Variable, found: _Root) -> None:
     program, rank = root.program, len(found.terms[0].shape or ())
-    marks, name = (root.role, root.guard, root.scope), root.name
     needed = set(found.terms)
     remove(root, needed)
 
     def add(type_: str, inputs: Sequence[Variable | None], out: Variable | None, **attrs: object) -> Variable:
         shape = (*(found.terms[0].shape or ()), len(found.terms))
         out = out or program.add_variable(program.unique(f"{made.name}.{type_.lower()}"), "float32", shape)
-        op = program.add_operator(type_, inputs, [out], attrs=attrs, name=name if out is made else "")
-        op.role, op.guard, op.scope = marks
+        op = program.add_operator(type_, inputs, [out], attrs=attrs, name=root.name if out is made else "", like=root)
         if out is made:
             op.metadata[NORM] = "of a sum of squares"
         return out

@@ -242,13 +242,9 @@ def _softmax(op: Operator) -> None:
     op.set_input(0, flat)
     op.set_output(0, soft)
     op.attrs["axis"] = -1
-    extra = [
-        program.add_operator("Flatten", [source], [flat], attrs={"axis": axis}),
-        program.add_operator("Shape", [source], [shape]),
-        program.add_operator("Reshape", [soft, shape], [target]),
-    ]
-    for new in extra:
-        new.scope, new.guard, new.role = op.scope, op.guard, op.role
+    program.add_operator("Flatten", [source], [flat], attrs={"axis": axis}, like=op)
+    program.add_operator("Shape", [source], [shape], like=op)
+    program.add_operator("Reshape", [soft, shape], [target], like=op)
 
 
 @_adapter(20, "DFT")

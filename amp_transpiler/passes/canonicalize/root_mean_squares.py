@@ -63,7 +63,6 @@ class _Found:
     ) -> None:
         self.program, self.x, self.square, self.mean, self.axes, self.count = program, x, square, mean, axes, count
         self.kept = mean.attrs.get("keepdims", 1) == 1
-        self.marks = mean.role, mean.guard, mean.scope
         made = mean.outputs[0]
         assert made is not None
         self.made = made
@@ -176,9 +175,7 @@ class _Found:
         self, type_: str, inputs: Sequence[Variable | None], outputs: Sequence[Variable | None], **more: object
     ) -> Operator:
         name = str(more.pop("name", ""))
-        op = self.program.add_operator(type_, inputs, outputs, attrs=dict(more), name=name)
-        op.role, op.guard, op.scope = self.marks
-        return op
+        return self.program.add_operator(type_, inputs, outputs, attrs=dict(more), name=name, like=self.mean)
 
     def _new(self, shape: object) -> Variable:
         name = self.program.unique(f"{self.made.name}.norm")

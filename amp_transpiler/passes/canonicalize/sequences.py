@@ -166,5 +166,4 @@ def _add(
     like: Operator, type_: str, inputs: Sequence[Variable], outputs: Sequence[Variable | None], **attrs: object
 ) -> None:
     name = like.name if len(outputs) == 1 and outputs[0] is like.output(0) else ""
-    op = like.program.add_operator(type_, inputs, outputs, attrs=dict(attrs), name=name)
-    op.role, op.guard, op.scope = like.role, like.guard, like.scope
+    like.program.add_operator(type_, inputs, outputs, attrs=dict(attrs), name=name, like=like)
