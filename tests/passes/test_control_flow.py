@@ -13,8 +13,8 @@ from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.canonicalize.control_flow import expand_control_flow
 
 
-def load(text: str) -> amp.Program:
-    return amp.Program.from_onnx(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]>\n{text}'))
+def load(text: str, opset: int = 17) -> amp.Program:
+    return amp.Program.from_onnx(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : {opset}]>\n{text}'))
 
 
 def run(program: amp.Program, feed: dict[str, Any], *fetches: Any) -> list[np.ndarray]:
@@ -197,10 +197,11 @@ def test_a_scan_unrolls_and_trains() -> None:
     rng = np.random.default_rng(1)
     feed = {"x": rng.normal(size=(4, 2, 3)).astype(np.float32), "h0": rng.normal(size=(2, 3)).astype(np.float32)}
     before = run(load(SCAN), feed, "h", "all")
-    program = load(SCAN)
-    assert expand_control_flow(program) and not program.nesting
-    for found, expected in zip(run(program, feed, "h", "all"), before, strict=True):
-        np.testing.assert_array_equal(found, expected)
+    for opset in (11, 17):  # sizes and axes are attributes before opset 13
+        program = load(SCAN, opset)
+        assert expand_control_flow(program) and not program.nesting
+        for found, expected in zip(run(program, feed, "h", "all"), before, strict=True):
+            np.testing.assert_array_equal(found, expected)
     found = gradient_of_w(load(SCAN), feed, ["h", "all"])  # append_backward unrolls by itself
 
     def loss(w: np.ndarray) -> float:

@@ -266,8 +266,11 @@ def _pieces(op: Operator, sequence: Variable, axis: int, trips: int, env: _Known
         program.add_variable(program.unique(f"{op.label}/{sequence.name}.{i}"), sequence.dtype, thin)
         for i in range(trips)
     ]
-    sizes = program.add_constant(f"{op.label}/{sequence.name}.sizes", np.ones(trips, np.int64))
-    _add(op, "Split", [sequence, sizes], slices, axis=axis)
+    if program.opset() >= 13:
+        sizes = program.add_constant(f"{op.label}/{sequence.name}.sizes", np.ones(trips, np.int64))
+        _add(op, "Split", [sequence, sizes], slices, axis=axis)
+    else:
+        _add(op, "Split", [sequence], slices, axis=axis, split=[1] * trips)
     where = program.add_constant(f"{op.label}/axis", np.array([axis], np.int64))
     found = []
     for piece in slices:
