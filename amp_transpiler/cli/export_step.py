@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
         calibration=options.calibration or [],
         portable=options.portable,
         overwrite=options.overwrite,
-        say=_silent if options.quiet else print,
+        say=print if not options.quiet else lambda line: None,
         flags=True,
         **given,
     )
@@ -38,10 +38,6 @@ def run(options: argparse.Namespace) -> int:
         files = sorted(folder.iterdir())
         print(f"{folder}: {', '.join(f'{path.name} ({path.stat().st_size:,} bytes)' for path in files)}")
     return 0
-
-
-def _silent(line: str) -> None:
-    pass
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

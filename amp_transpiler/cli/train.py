@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
             log=options.log,
             place=options.place,
             cache_dir=options.cache_dir,
-            say=bar.say if not options.quiet else _silent,
+            say=bar.say if not options.quiet else lambda line: None,
             progress=bar.step,
             flags=True,
             **given,
@@ -58,10 +58,6 @@ def run(options: argparse.Namespace) -> int:
     finally:
         bar.close()
     return 0
-
-
-def _silent(line: str) -> None:
-    pass
 
 
 class _Bar:

@@ -28,10 +28,6 @@ _SWITCHES = ("numeric_guards", "record", "check")
 _FLAGS = {"exclude": "--except", "input_ranges": "--input-range", "numeric_guards": "--no-numeric-guards"}
 
 
-def _silent(line: str) -> None:
-    pass
-
-
 @dataclass(frozen=True, eq=False)
 class ConversionOptions:
     """The keywords of :func:`.convert`, which says what each is, in one spelling.
@@ -101,7 +97,8 @@ class ConversionOptions:
 
     def tell(self, line: str) -> None:
         """A stage begins."""
-        (self.progress or _silent)(line)
+        if self.progress is not None:
+            self.progress(line)
 
     @property
     def kind(self) -> str:

@@ -83,7 +83,7 @@ def fit(
         written. KeyboardInterrupt: with a text that says what stands. ``output`` is as it was in all these cases.
     """
     first = rank() == 0
-    tell = Told((say or _log.info) if first else _silent)
+    tell = Told((say or _log.info) if first else lambda line: None)
 
     def checked() -> Run:
         chosen = options_of(options)
@@ -120,7 +120,3 @@ def fit(
         said = options_of(options)
         way = f"keep the operator in fp32 ({said.called('black_list')}); else train with {said.said('place', 'cpu')}"
         raise PlaceError(error.found, f"Where only the 16-bit kernel is missing, {way}") from None
-
-
-def _silent(line: str) -> None:
-    """A rank other than the first has nothing to say."""

@@ -153,7 +153,7 @@ def _indexed(call: str, x: Variable, keys: list[Any]) -> Variable:
             bounds.append((axis, start, start + 1 if start != -1 else LONGEST, 1))
             dropped.append(axis)
         elif gathered is None:
-            gathered = axis, _vector(call, x, key)
+            gathered = axis, _vector(call, key)
         else:
             raise ArgumentError(f"{call}: one vector of integers can index {describe(x)}, not two")
         axis += 1
@@ -193,7 +193,7 @@ def _place(call: str, x: Variable, axis: int, index: int) -> int:
     return index
 
 
-def _vector(call: str, x: Variable, key: Any) -> Any:
+def _vector(call: str, key: Any) -> Any:
     """A vector of places: a variable, or a constant."""
     if isinstance(key, Variable):
         return variable(call, "index", key, dtypes=INTEGER, rank=1)

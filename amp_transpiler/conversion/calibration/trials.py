@@ -25,8 +25,8 @@ from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.binding import PlainStep, Step
 from amp_transpiler.runtime.scope import Scope
 
-#: The first opset with the operator that switches, and the first that can be raised to it.
-_SWITCHES, OLDEST = 9, 7
+#: The first opset with the operator that switches.
+_SWITCHES = 9
 
 
 class Trials:

@@ -10,7 +10,7 @@ running statistics are updated by the first computation alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from amp_transpiler.ir.graph import Graph
@@ -30,10 +30,6 @@ class Segment:
 
     name: str
     operators: list[Operator] = field(default_factory=list)
-
-
-#: Chooses the segments of a program, given its forward operators in order.
-Chooser = Callable[[Graph, list[Operator]], list[Segment]]
 
 
 def insert(program: Graph, loss: Variable, segments: Sequence[Segment], made: Made, stays: set[int]) -> int:

@@ -24,7 +24,7 @@ def saturate_masks(program: Graph, dtype: str) -> bool:
     reader sees stay as they are. Called again, it changes nothing.
     """
     flow, limit = Flow(program), LIMITS[dtype].largest
-    found = masking(flow, limit, maskable(flow, binary_tensors(flow)))
+    found = masking(limit, maskable(flow, binary_tensors(flow)))
     for variable, bit in found.items():
         if not variable.persistable:
             constants.saturate(variable, -limit / 2 if bit == LOW else limit / 2)

@@ -129,7 +129,7 @@ def binary_tensors(flow: Flow) -> frozenset[Variable]:
     return frozenset(found)
 
 
-def masking(flow: Flow, limit: float, allowed: dict[Variable, int]) -> dict[Variable, int]:
+def masking(limit: float, allowed: dict[Variable, int]) -> dict[Variable, int]:
     """Constants in the place of masks that hold numbers of at least the magnitude ``limit``: LOW, HIGH.
 
     It finds those that were saturated before as well as those that will be.

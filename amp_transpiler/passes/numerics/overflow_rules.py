@@ -79,7 +79,7 @@ def apply_overflow_rules(
     propagation = OverflowPropagation(flow, dtype, constraints, binary, lambda v: ranges.within(v, limit))
     held = [variable for variable in flow.uses if constants.may_hold(variable)]
     far = any(_reaches(variable, limit, constraints.magnitudes) for variable in held)
-    for variable, bit in masking(flow, limit, maskable(flow, binary)).items() if far else ():
+    for variable, bit in masking(limit, maskable(flow, binary)).items() if far else ():
         propagation.mark(variable, bit, (None, Reason(Kind.MASK, variable.name)))
     rules = _OverflowRules(propagation, ranges)
     for variable in program.inputs:

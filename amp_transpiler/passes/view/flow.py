@@ -9,7 +9,6 @@ import math
 from typing import Any
 
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.tensors import as_array, tensor_type
@@ -17,7 +16,7 @@ from amp_transpiler.ir.traits import Traits
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.names import source
-from amp_transpiler.passes.view.typing import is_float, operator_name, programs
+from amp_transpiler.passes.view.typing import is_float, operator_name
 
 #: How far a constant is followed back through operators that move it.
 _HOPS = 8
@@ -69,14 +68,14 @@ class Flow:
                 _join(self.results, nested.outputs, op.outputs)
         elif name == "Loop":
             body, states = op.attrs["body"], len(op.inputs) - 2
-            self._iterate(op, body, op.inputs[2:], body.inputs[2:], body.outputs[1:], states)
+            self._iterate(op, op.inputs[2:], body.inputs[2:], body.outputs[1:], states)
         elif name == "Scan":
             body = op.attrs["body"]
             read = op.inputs[1:] if op.program.opset() < 9 else op.inputs
             states = len(read) - op.attrs["num_scan_inputs"]
-            self._iterate(op, body, read, body.inputs, body.outputs, states)
+            self._iterate(op, read, body.inputs, body.outputs, states)
 
-    def _iterate(self, op: Operator, body: Graph, read: Any, inside: Any, made: Any, states: int) -> None:
+    def _iterate(self, op: Operator, read: Any, inside: Any, made: Any, states: int) -> None:
         _join(self.entries, read, inside)
         _join(self.results, made, op.outputs)
         _join(self.loops, made[:states], inside[:states])
@@ -115,9 +114,3 @@ def _join(edges: dict[Variable, list[Variable]], ends: Any, starts: Any) -> None
     for end, start in zip(ends, starts, strict=False):
         if end is not None and start is not None and is_float(start):
             edges.setdefault(source(end), []).append(start)
-
-
-def every_variable(program: Graph) -> list[Variable]:
-    """The floating-point variables of the program as it was written, nested graphs included."""
-    found = (v for each in programs(program) for v in each.variables if v.outer is None and is_float(v))
-    return [v for v in found if not inserted(v.producer)]
