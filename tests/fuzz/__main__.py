@@ -1,8 +1,13 @@
-"""``python -m tests.fuzz --cases 2000 --seed 0``: judges so many mutations, prints each violation, and the count."""
+"""``python -m tests.fuzz --cases 2000 --seed 0``: judges so many mutations, prints each violation, and the count.
+
+``python -m tests.fuzz --serve`` takes such arguments from standard input, a JSON list a line, and prints ``DONE`` after
+each: one process, which loads everything once.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
@@ -15,8 +20,10 @@ from tests.fuzz.commands import load_all
 from tests.fuzz.models import models
 from tests.fuzz.workers import judge
 
+DONE = "done\n"
 
-def main() -> int:
+
+def main(arguments: Sequence[str]) -> int:
     """1 where a case was a violation."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--cases", type=int, default=200, help="of all kinds together (default: %(default)s)")
@@ -27,7 +34,7 @@ def main() -> int:
     parser.add_argument("--again", nargs="+", metavar="KIND:NUMBER", help="judge these cases, instead")
     parser.add_argument("--models", metavar="FOLDER", help="judge the models there as they are, instead")
     parser.add_argument("--keep", metavar="FOLDER", help="write the models of violations there")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     models(), load_all()  # once, before the processes part
     kinds = options.kind or KINDS
     if options.models:
@@ -59,6 +66,14 @@ def _report(cases: Sequence[Case | Given], options: argparse.Namespace) -> int:
     return 1 if found else 0
 
 
+def serve() -> int:
+    for line in sys.stdin:
+        main(json.loads(line))
+        print(DONE, end="", flush=True)
+    return 0
+
+
 if __name__ == "__main__":
     leave_at_exit()
-    sys.exit(main())
+    given = sys.argv[1:]
+    sys.exit(serve() if given == ["--serve"] else main(given))

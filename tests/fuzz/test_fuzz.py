@@ -2,41 +2,52 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.fuzz import workers
+from tests.fuzz.__main__ import DONE
 from tests.fuzz.cases import Case
 from tests.fuzz.commands import raised, unclear
 from tests.helpers.where import ORACLES, ROOT
 
 
-def judged(*arguments: str) -> str:
-    """What the fuzzer prints; it runs in a process without threads, from which cases are forked."""
+@pytest.fixture(scope="module")
+def judged() -> Iterator[Callable[..., str]]:
+    """What the fuzzer prints for arguments; it is a process without threads, from which cases are forked."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.fuzz", *arguments],
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.fuzz", "--serve"],
         cwd=ROOT,
         env=environment,
         text=True,
-        capture_output=True,
-        timeout=600,
-    )
-    return done.stdout + done.stderr
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as fuzzer:
+
+        def ask(*arguments: str) -> str:
+            print(json.dumps(arguments), file=fuzzer.stdin, flush=True)
+            return "".join(itertools.takewhile(lambda line: line != DONE, fuzzer.stdout))
+
+        yield ask
 
 
-def test_hostile_models_with_every_command() -> None:
+def test_hostile_models_with_every_command(judged: Callable[..., str]) -> None:
     """Broken or odd models of a use in anger: tracebacks, hangs and floods of memory, each a line or a result now."""
     out = judged("--models", str(ORACLES / "hostile"))
     assert "28 cases, 0 violations" in out, out
 
 
 @pytest.mark.parametrize("kind, count", [("bytes", 45), ("structure", 45), ("options", 30), ("checkpoint", 3)])
-def test_mutations_of_models_and_command_lines(kind: str, count: int) -> None:
+def test_mutations_of_models_and_command_lines(kind: str, count: int, judged: Callable[..., str]) -> None:
     out = judged("--cases", str(count), "--seed", "7", "--kind", kind)
     assert f"{count} cases, 0 violations" in out, out
 
@@ -66,7 +77,7 @@ LATER = [("structure", 457), ("options", 11)]  # of seed 1
 
 
 @pytest.mark.parametrize("seed, found", [(0, FOUND), (1, LATER)])
-def test_cases_that_failed_once(seed: int, found: list[tuple[str, int]]) -> None:
+def test_cases_that_failed_once(seed: int, found: list[tuple[str, int]], judged: Callable[..., str]) -> None:
     out = judged("--seed", str(seed), "--again", *(f"{kind}:{number}" for kind, number in found))
     assert f"{len(found)} cases, 0 violations" in out, out
 
