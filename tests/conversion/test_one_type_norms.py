@@ -118,7 +118,7 @@ def test_norms_and_clips_of_a_file_are_on_cuda(dtype: str, tmp_path: Path) -> No
     assert counts["BatchNormalization"] == counts["Clip"] == (dtype == "float16")
     assert counts["Max"] == counts["Min"] == (dtype == "bfloat16") and counts["Conv"] == 2
     done = place(converted.to_onnx(), tmp_path / "converted.onnx")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.status == 0, done.said
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -145,4 +145,4 @@ def test_norms_of_a_served_model_are_on_cuda(dtype: str, tmp_path: Path) -> None
     (got,) = exe.run(served, {v.name: _X[:, :3].astype(v.dtype) for v in served.inputs}, [output], own)
     assert off(got, expected) < {"float16": 1.5e-3, "bfloat16": 1.2e-2}[dtype]
     done = place(onnx.load(path), tmp_path / "placed.onnx")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.status == 0, done.said

@@ -156,7 +156,7 @@ def test_the_step_is_on_cuda_entirely(mode: str, tmp_path) -> None:
     shapes = {name: (8, 40) for name in ("ids", "segments", "mask", "inside")} | {"start": (8,), "end": (8,)}
     lowered = prepared.model.main.lower(amp.CUDAPlace(0), feed_shapes=shapes)
     done = place(lowered.model, tmp_path / "step.onnx")
-    assert done.returncode == 0 and " 0 on CPU, 0 copies" in done.stdout, done.stdout + done.stderr
+    assert done.status == 0 and " 0 on CPU, 0 copies" in done.said, done.said
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import json
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import onnx
@@ -28,18 +32,37 @@ def cuda_stubs() -> Path:
     return made_once("cuda_stubs", build_stubs)
 
 
-def place(model: onnx.ModelProto, path: Path) -> subprocess.CompletedProcess[str]:
+@cache
+def _tool() -> subprocess.Popen[str]:
+    """The tool, which answers for as long as this process lives."""
+    command = [sys.executable, str(PLACEMENT), "--serve"]
+    tool = subprocess.Popen(
+        command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=over_stubs(cuda_stubs())
+    )
+    atexit.register(tool.communicate)  # which ends it
+    return tool
+
+
+@dataclass(frozen=True)
+class Placed:
+    """``status``: 0 where all is on CUDA and the step can be captured; ``said``: what is not, and why."""
+
+    status: int
+    said: str
+
+
+def place(model: onnx.ModelProto, path: Path) -> Placed:
     """Ask for placement and capture; where capture is refused, ask again for the nodes that stand in its way."""
     path.write_bytes(model.SerializeToString())
-    environment = over_stubs(cuda_stubs())
+    tool = _tool()
     for options in (["--cuda-graph"], []):
-        done = subprocess.run(
-            [sys.executable, str(PLACEMENT), str(path), *options],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env=environment,
-        )
-        if done.returncode != 2:
-            return done
-    return done
+        print(json.dumps([str(path), *options]), file=tool.stdin, flush=True)
+        assert tool.stdout is not None
+        answer = tool.stdout.readline()
+        if not answer:
+            _tool.cache_clear()  # another serves the next test
+            raise AssertionError(f"the tool ended with status {tool.wait()}")
+        placed = Placed(*json.loads(answer))
+        if placed.status != 2:
+            break
+    return placed

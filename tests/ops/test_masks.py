@@ -180,7 +180,7 @@ def test_masks_are_made_on_cuda(width: int, dtype: str, tmp_path: Any) -> None:
         y = F.dropout(F.dropout(x[:32], 0.1) * F.dropout(x[32:], 0.1), 0.3)
         ((_, grad),) = amp.append_backward(F.sum(F.cast(y, "float32")))
     done = place(main.lower(amp.CUDAPlace(0), None, [grad]).model, tmp_path / "masks.onnx")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.status == 0, done.said
 
 
 # -- statistics -----------------------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ def test_a_request_survives_a_clone() -> None:
 def test_a_recomputing_step_is_on_cuda_entirely(mode: str, tmp_path: Path) -> None:
     training = Training("transformer", mode, ASKS["scopes"][1])
     done = place(training.main.lower(amp.CUDAPlace(0), None, [training.loss]).model, tmp_path / "step.onnx")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.status == 0, done.said
 
 
 # -- a byte budget ---------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ def test_training_step_is_on_cuda_entirely(name: str, mode: str, dtype: str, tmp
     shapes = {feed: array.shape for feed, array in net.feeds.items()}
     lowered = lower(net.main, "cuda", shapes, [net.loss])
     done = place(lowered.model, tmp_path / "step.onnx")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.status == 0, done.said
 
 
 def test_the_tool_rejects_what_does_not_place(tmp_path: Path) -> None:
@@ -35,4 +35,4 @@ def test_the_tool_rejects_what_does_not_place(tmp_path: Path) -> None:
         main.add_operator("Det", [x], [main.add_variable("d", "float32", [])])
         main.add_operator("Unique", [x], [y], attrs={"sorted": 1})
     done = place(lower(main, "cuda", {"x": (4, 4)}, [main.var("y")]).model, tmp_path / "bad.onnx")
-    assert done.returncode == 1 and "Unique" in done.stdout, done.stdout
+    assert done.status == 1 and "Unique" in done.said, done.said

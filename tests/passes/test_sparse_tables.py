@@ -153,4 +153,4 @@ def test_the_check_finds_rows_that_a_bad_step_would_change(slot: int, said: str)
 def test_a_sparse_step_lands_on_cuda_and_can_be_captured(optimizer: Any, mode: str, tmp_path: Path) -> None:
     main = Recommender(optimizer, mode).main
     done = place(main.lower(amp.CUDAPlace(0), feed_shapes=SHAPES).model, tmp_path / "step.onnx")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.status == 0, done.said

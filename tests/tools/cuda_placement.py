@@ -7,13 +7,17 @@ optimisation and kernel constructors are the real ones; no kernel ever computes,
 nothing of values or speed.
 
     cuda_placement.py MODEL.onnx [--cuda-graph] [--json]
+    cuda_placement.py --serve
 
 Exit status 0: every node that computes lands on CUDA (and, with --cuda-graph, the step can be
-captured); 1: some node does not, each one named; 2: the model could not be loaded.
+captured); 1: some node does not, each one named; 2: the model could not be loaded. With --serve it takes such arguments
+from standard input, a JSON list a line, and answers each with a line: a JSON list of status and words.
 """
 
 import argparse
 import collections
+import contextlib
+import io
 import json
 import os
 import pathlib
@@ -165,18 +169,14 @@ def placement(path, cuda_graph):
     return where, copies
 
 
-def main():
+def main(arguments):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model")
     parser.add_argument(
         "--cuda-graph", action="store_true", help="also ask whether the step can be captured as a CUDA graph"
     )
     parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    if os.environ.get("CUDA_PLACEMENT_STUBS") is None:
-        with tempfile.TemporaryDirectory() as folder:
-            build_stubs(pathlib.Path(folder))
-            sys.exit(subprocess.run([sys.executable, *sys.argv], env=over_stubs(folder)).returncode)
+    args = parser.parse_args(arguments)
     try:
         where, copies = placement(args.model, args.cuda_graph)
     except Exception as error:  # onnxruntime raises its own family of errors here
@@ -192,5 +192,18 @@ def main():
     return 1 if cpu or copies else 0
 
 
+def serve():
+    for line in sys.stdin:
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            status = main(json.loads(line))
+        print(json.dumps([status, said.getvalue()]), flush=True)
+    return 0
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    if os.environ.get("CUDA_PLACEMENT_STUBS") is None:
+        with tempfile.TemporaryDirectory() as stubs:
+            build_stubs(pathlib.Path(stubs))
+            sys.exit(subprocess.run([sys.executable, *sys.argv], env=over_stubs(stubs)).returncode)
+    sys.exit(serve() if sys.argv[1:] == ["--serve"] else main(sys.argv[1:]))
