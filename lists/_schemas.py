@@ -1,6 +1,7 @@
 """What the tables of this package are read and checked with: onnx's schemas, names of operators, data files."""
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -9,6 +10,9 @@ from types import MappingProxyType
 from typing import Any
 
 from onnx import defs
+
+#: The float element types as onnxruntime spells them.
+ELEMENTS = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -26,6 +30,29 @@ def schemas() -> Mapping[tuple[str, str], defs.OpSchema]:
         if key not in newest or newest[key].since_version < schema.since_version:
             newest[key] = schema
     return MappingProxyType(newest)
+
+
+def schema_at(op_type: str, opset: int, domain: str) -> defs.OpSchema | None:
+    """The schema of an operator at an opset of its domain; None where it has none."""
+    try:
+        return defs.get_schema(op_type, opset, domain)
+    except defs.SchemaError:
+        return None
+
+
+@cache
+def element_of(type_str: str) -> str:
+    """``seq(tensor(float16))`` -> ``float16``."""
+    match = re.search(r"\(([a-z0-9]+)\)+$", type_str)
+    return match.group(1) if match else type_str
+
+
+def admitted(schema: defs.OpSchema, type_str: str) -> frozenset[str]:
+    """The element types that a slot of this type may hold: a type parameter of the schema, or a type itself."""
+    for constraint in schema.type_constraints:
+        if constraint.type_param_str == type_str:
+            return frozenset(element_of(each) for each in constraint.allowed_type_strs)
+    return frozenset({element_of(type_str)})
 
 
 def near_matches(name: str, known: Iterable[str]) -> str:

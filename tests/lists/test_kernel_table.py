@@ -7,7 +7,7 @@ import pytest
 
 from amp_transpiler import lists
 from amp_transpiler.errors import ListError
-from amp_transpiler.lists import has_kernel, kernel_types
+from amp_transpiler.lists import has_kernel, kernel_types, lowering_gap, unsupported_reason
 from amp_transpiler.lists._data import read_text
 from tests.helpers.where import ORACLES
 from tests.record import webgpu_operators
@@ -161,8 +161,8 @@ def test_opset_gaps_are_the_recorded_ones(key):
         (
             "PRelu",
             "bfloat16",
-            "no CUDA kernel for PRelu at bfloat16 in opset 21, and its function body has no lowering: "
-            "no CUDA kernel for Less at bfloat16 in opset 21, and no function body",
+            "no CUDA kernel for PRelu at bfloat16 in opset 21, and its function body was written for older versions of "
+            "Constant, CastLike",
         ),
         (
             "Clip",  # with bounds; without any its body is Identity
@@ -173,10 +173,35 @@ def test_opset_gaps_are_the_recorded_ones(key):
         (
             "MeanVarianceNormalization",
             "float16",
-            "no CUDA kernel for MeanVarianceNormalization at float16 in opset 21, and its function body mixes types",
+            "no CUDA kernel for MeanVarianceNormalization at float16 in opset 21, and its function body was written for "
+            "older versions of Constant",
         ),
         ("com.microsoft::MurmurHash3", "float16", "no CUDA kernel for MurmurHash3 at float16 in opset 21"),
     ],
 )
 def test_unsupported_reason(op_type, dtype, reason):
     assert lists.unsupported_reason(op_type, dtype) == reason
+
+
+@pytest.mark.parametrize(
+    ("op_type", "dtype", "used", "not_used"),
+    [
+        ("ReduceLogSumExp", "bfloat16", 18, 19),  # Cast is another from 19 on
+        ("ReduceL2", "bfloat16", 18, 21),
+        ("ReduceL1", "bfloat16", 26, None),  # nothing in it has changed
+        ("Elu", "float16", 21, 22),  # a kernel, then the body of opset 18
+        ("Swish", "bfloat16", 24, 25),
+        ("HannWindow", "float16", 18, 19),
+        ("GroupNormalization", "bfloat16", 26, None),  # its body depends on the node
+        ("Bernoulli", "float16", 26, None),
+        ("Bernoulli", "bfloat16", None, 21),  # its result alone may be of the type
+    ],
+)
+def test_bodies_that_onnxruntime_uses(op_type, dtype, used, not_used):
+    assert used is None or unsupported_reason(op_type, dtype, used) is None
+    assert not_used is None or unsupported_reason(op_type, dtype, not_used) is not None
+
+
+def test_a_place_with_bodies_of_ours_does_not_ask_whether_onnxruntime_uses_its_own():
+    assert "older versions" in unsupported_reason("Softsign", "float16", place="webgpu")
+    assert lowering_gap("Softsign", "float16", place="webgpu") is None
