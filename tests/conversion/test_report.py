@@ -9,8 +9,8 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.conversion.report import summary
-from amp_transpiler.conversion.report.html import to_html, write_html
-from amp_transpiler.conversion.report.json import FORMAT, to_json, write_json
+from amp_transpiler.conversion.report.html import to_html
+from amp_transpiler.conversion.report.json import FORMAT, to_json
 from amp_transpiler.conversion.report.layout import layout, spread
 from amp_transpiler.conversion.report.record import Conversion, record_program
 from amp_transpiler.conversion.verdict import Verdict
@@ -124,11 +124,11 @@ def test_spread_is_the_least_squares_answer():
         assert np.allclose(spread(list(wanted)), best.x, atol=1e-4)
 
 
-def test_empty_programs_have_a_report(tmp_path):
+def test_empty_programs_have_a_report():
     model = golden.model("g (float[2] x) => (float[2] x) {}")
     record = record_program(amp.Program.from_onnx(model))
     empty = Conversion("empty.onnx", "mixed", "float16", record, record)
-    write_html(empty, tmp_path / "a.html")
+    assert "<html" in to_html(empty)
     assert layout(record).layer == []
 
 
@@ -139,10 +139,9 @@ def refuse(word: str):
     raise AssertionError(f"{word} is not JSON")
 
 
-def test_json_round_trip(tmp_path):
+def test_json_round_trip():
     record = conversion(**measured())
-    write_json(record, tmp_path / "r.json")
-    read = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"), parse_constant=refuse)
+    read = json.loads(to_json(record), parse_constant=refuse)
     fields = [f.name for f in dataclasses.fields(record)]
     place = fields.index("verdict")
     assert list(read) == ["format", *fields[:place], "outputs", "tolerance", *fields[place + 1 :]]
@@ -171,18 +170,10 @@ def test_json_without_programs_and_with_a_foreign_value():
         to_json(dataclasses.replace(bare, notes=(object(),)))
 
 
-@pytest.mark.parametrize("write", [write_html, write_json])
-def test_paths_that_cannot_be_written(tmp_path, write):
-    record = conversion()
-    for path in (tmp_path / "no" / "such" / "folder.out", tmp_path):
-        with pytest.raises(amp.AmpError, match="cannot be written"):
-            write(record, path)
-    old = tmp_path / "old"
-    old.write_text("old")
-    broken = dataclasses.replace(record, verdict=Verdict({}, tolerance=object()))
+@pytest.mark.parametrize("written", [to_html, to_json])
+def test_what_no_report_can_hold(written):
     with pytest.raises(amp.AmpError, match="tolerance"):
-        write(broken, old)
-    assert old.read_text() == "old" and list(tmp_path.iterdir()) == [old]
+        written(dataclasses.replace(conversion(), verdict=Verdict({}, tolerance=object())))
 
 
 def test_conversions_that_no_page_can_show():

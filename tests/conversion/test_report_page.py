@@ -16,7 +16,7 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.conversion.report import summary
-from amp_transpiler.conversion.report.html import to_html, write_html
+from amp_transpiler.conversion.report.html import to_html
 from amp_transpiler.conversion.report.json import to_json
 from amp_transpiler.conversion.report.layout import layout
 from amp_transpiler.conversion.report.record import Conversion, RangeRecord, record_program
@@ -265,7 +265,7 @@ def in_browser(page: Path, size: str) -> tuple[str, str]:
 def test_the_page_runs_in_a_browser(tmp_path):
     """The whole script, on hostile names, under the page's own security policy."""
     record = hostile()
-    write_html(record, tmp_path / "page.html")
+    (tmp_path / "page.html").write_text(to_html(record), encoding="utf-8")
     document, log = in_browser(tmp_path / "page.html", "1200,800")
     assert "CONSOLE" not in log, log
     shown = Page(document)

@@ -11,7 +11,6 @@ import base64
 import hashlib
 import html
 import json
-import os
 from importlib import resources
 from typing import Any
 
@@ -20,19 +19,12 @@ from amp_transpiler.conversion.report.layout import layout
 from amp_transpiler.conversion.report.record import Conversion, ProgramRecord
 from amp_transpiler.conversion.report.summary import KINDS, casts, facts, group, headline, kind, recorded
 from amp_transpiler.errors import ArgumentError
-from amp_transpiler.files import put, write_files
 from amp_transpiler.ir.types import LIMITS
 
 #: The script, in the order in which its parts use each other.
 _SCRIPTS = ("data.js", "table.js", "graph.js", "details.js", "main.js")
 #: Steps of a column that positions are rounded to.
 _STEPS = 16
-
-
-def write_html(conversion: Conversion, path: str | os.PathLike[str]) -> None:
-    """Write :func:`to_html`, whole or not at all; ModelFileWriteError where the path cannot be written."""
-    content = to_html(conversion).encode("utf-8")
-    write_files([(path, put(content))])
 
 
 def to_html(conversion: Conversion) -> str:

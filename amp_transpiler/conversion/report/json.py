@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +13,6 @@ import numpy as np
 from amp_transpiler.conversion.report.record import Conversion, OperatorRecord, ProgramRecord
 from amp_transpiler.conversion.report.summary import casts, kind, kinds, reasons
 from amp_transpiler.errors import ArgumentTypeError
-from amp_transpiler.files import put, write_files
 
 #: Version of the layout of the JSON report; a reader that knows another one should refuse.
 FORMAT = 1
@@ -38,12 +36,6 @@ def to_json(conversion: Conversion) -> str:
             value = getattr(conversion, name)
             content[name] = _program(value) if isinstance(value, ProgramRecord) else plain(value, name)
     return _lines(content, 3) + "\n"
-
-
-def write_json(conversion: Conversion, path: str | os.PathLike[str]) -> None:
-    """Write :func:`to_json`, whole or not at all; ModelFileWriteError where the path cannot be written."""
-    content = to_json(conversion).encode("ascii")
-    write_files([(path, put(content))])
 
 
 def _program(program: ProgramRecord) -> dict[str, Any]:
@@ -92,4 +84,4 @@ def _lines(value: Any, depth: int) -> str:
     return json.dumps(value, allow_nan=False)
 
 
-__all__ = ["FORMAT", "plain", "to_json", "write_json"]
+__all__ = ["FORMAT", "plain", "to_json"]
