@@ -6,6 +6,7 @@ import numbers
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,7 @@ import onnx
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError
 from amp_transpiler.ir import unique_name
+from amp_transpiler.ir.context import inside
 from amp_transpiler.ir.graph import other_program
 from amp_transpiler.ir.infer import Declared, infer_operator
 from amp_transpiler.ir.nodes import Variable
@@ -80,22 +82,20 @@ def append_many(
     return results
 
 
-_prefixes: list[str] = []
+_prefix: ContextVar[str | None] = ContextVar("prefix", default=None)
 
 
 @contextmanager
 def prefixed(prefix: str) -> Iterator[None]:
     """What functions append inside is named ``<prefix>.tmp_<n>``."""
-    _prefixes.append(prefix)
-    try:
+    with inside(_prefix, prefix):
         yield
-    finally:
-        _prefixes.pop()
 
 
 def fresh(call: str) -> str:
     """The prefix of what a call of the function ``call`` appends."""
-    return _prefixes[-1] if _prefixes else unique_name.generate(call)
+    prefix = _prefix.get()
+    return unique_name.generate(call) if prefix is None else prefix
 
 
 @cache

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.ir.context import inside
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import HALF, element_type
 from amp_transpiler.nn.elementwise_functions import cast
@@ -36,12 +37,8 @@ def custom_getter(getter: Getter) -> Iterator[None]:
         raise ArgumentTypeError(
             f"custom_getter takes a function, such as amp.float32_variable_storage_getter, not {getter!r}"
         )
-    before = _getters.get()
-    _getters.set((*before, getter))
-    try:
+    with inside(_getters, (*_getters.get(), getter)):
         yield
-    finally:
-        _getters.set(before)
 
 
 def float32_variable_storage_getter(

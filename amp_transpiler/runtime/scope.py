@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ScopeError
+from amp_transpiler.ir.context import inside
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
 from amp_transpiler.lists.paddle import paddle_attributes
 from amp_transpiler.ops.training.master_names import master_names, mastered
@@ -254,12 +255,8 @@ def scope_guard(scope: Scope) -> Iterator[Scope]:
     """
     if not isinstance(scope, Scope):
         raise ArgumentTypeError(f"scope_guard takes a Scope, got {scope!r}")
-    before = _guarded.get()
-    _guarded.set(scope)
-    try:
+    with inside(_guarded, scope):
         yield scope
-    finally:
-        _guarded.set(before)
 
 
 def check_scope(scope: Scope | None) -> Scope:

@@ -14,6 +14,7 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.ir import context, unique_name
+from amp_transpiler.nn import building
 from amp_transpiler.runtime import binding, executor
 from amp_transpiler.runtime.locks import StepLock
 from tests.helpers.running import program_of
@@ -306,6 +307,14 @@ def test_a_thread_without_a_guard_has_the_programs_of_the_process() -> None:
         together([lambda: seen.extend((amp.default_main_program(), amp.global_scope(), context.in_fp16_guard()))])
         assert amp.default_main_program() is main
     assert seen == [default, everywhere, False]
+
+
+def test_the_name_of_a_call_is_its_threads_own() -> None:
+    made: list[str] = []
+    with amp.program_guard(amp.Program()), amp.unique_name.guard(), building.prefixed("fc_0"):
+        together([lambda: made.append(building.fresh("relu"))])
+        made.append(building.fresh("relu"))
+    assert made[0].startswith("relu") and made[1] == "fc_0"
 
 
 def test_names_are_given_once() -> None:
