@@ -21,6 +21,7 @@ from amp_transpiler.passes.canonicalize.opset import check_age
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.inner_roundings import ROUNDED, keep_rounded
 from amp_transpiler.passes.numerics.known import known_constraints
+from amp_transpiler.passes.numerics.mixed_norms import write_mixed_norms
 from amp_transpiler.passes.numerics.one_type_norms import keep_norms, store_norms
 from amp_transpiler.passes.numerics.ranges import Ranges
 from amp_transpiler.passes.partition.assign_precision import Assignment, assign
@@ -67,6 +68,7 @@ def assigned(program: Graph, constraints: Constraints | None, options: Conversio
     made = assign(program, options.lists, options.mode, constraints, outside=outside, narrow_io=narrow)
     store_weights(program, constraints, options.dtype)
     store_norms(program)
+    write_mixed_norms(program)
     return made
 
 

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -51,18 +52,28 @@ class Placed:
     said: str
 
 
+def _ask(*arguments: str) -> Placed:
+    tool = _tool()
+    print(json.dumps(arguments), file=tool.stdin, flush=True)
+    assert tool.stdout is not None
+    answer = tool.stdout.readline()
+    if not answer:
+        _tool.cache_clear()  # another serves the next test
+        raise AssertionError(f"the tool ended with status {tool.wait()}")
+    return Placed(*json.loads(answer))
+
+
 def place(model: onnx.ModelProto, path: Path) -> Placed:
     """Ask for placement and capture; where capture is refused, ask again for the nodes that stand in its way."""
     path.write_bytes(model.SerializeToString())
-    tool = _tool()
-    for options in (["--cuda-graph"], []):
-        print(json.dumps([str(path), *options]), file=tool.stdin, flush=True)
-        assert tool.stdout is not None
-        answer = tool.stdout.readline()
-        if not answer:
-            _tool.cache_clear()  # another serves the next test
-            raise AssertionError(f"the tool ended with status {tool.wait()}")
-        placed = Placed(*json.loads(answer))
-        if placed.status != 2:
-            break
-    return placed
+    placed = _ask(str(path), "--cuda-graph")
+    return _ask(str(path)) if placed.status == 2 else placed
+
+
+def left_on_cpu(model: onnx.ModelProto, path: Path) -> Counter[str]:
+    """How many nodes of each type are on the CPU, and copies (``Memcpy...``); AssertionError if it is not loaded."""
+    path.write_bytes(model.SerializeToString())
+    placed = _ask(str(path), "--json")
+    assert placed.status != 2, placed.said
+    found = json.loads(placed.said)
+    return Counter([*(kind for kind, _ in found["cpu"]), *found["memcpy"]])

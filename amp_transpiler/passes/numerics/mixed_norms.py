@@ -1,0 +1,61 @@
+"""RMS norms that are written out, with borders in two types, are kept from a fusion that has no kernel for them.
+
+onnxruntime makes one SimplifiedLayerNormalization of Pow(x, 2), ReduceMean, Add, Sqrt, Div and a product with a scale,
+and takes a cast before it in that nothing else reads, and one before the product. On CUDA that operator has kernels
+that read float16 and write fp32, and the other way round; of bfloat16 there is one that reads and writes it. A norm of
+fp32 values whose product is in bfloat16, or the other way round, would be fused all the same, and the file not loaded.
+It is not fused where the square is a product, which is the same number.
+"""
+
+from __future__ import annotations
+
+from amp_transpiler.ir.decompose import write_instead
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.passes.canonicalize.fuse_norm import maker, squares
+from amp_transpiler.passes.view.of_type import of_type
+from amp_transpiler.passes.view.typing import programs
+
+#: The type of which there is no kernel with two types.
+_ONE_TYPE = "bfloat16"
+#: What is fused, between the square and the product with the scale.
+_WITHIN = frozenset({"ReduceMean", "Add", "Sqrt", "Div", "Reciprocal", "Mul", "Cast"})
+
+
+def write_mixed_norms(program: Graph) -> None:
+    """Write the square as a product in each norm that would be fused into one that reads bfloat16 or writes it, not
+    both; casts are in place."""
+    for each in programs(program):
+        for square in of_type(each, "Pow") if of_type(each, "ReduceMean") else ():
+            written = _written(square) if squares(square) else None
+            if written is not None and (_read(square) == _ONE_TYPE) != (written == _ONE_TYPE):
+                write_instead(square, lambda d, op, x, power: [d.Mul(x, x)])
+
+
+def _read(square: Operator) -> str | None:
+    """The element type that the fused norm reads: that before a cast which the square and the quotient alone read.
+
+    Casts of one value to one type count together, for onnxruntime makes one of them.
+    """
+    x = square.inputs[0]
+    assert x is not None
+    cast = maker(x, "Cast")
+    source = None if cast is None else cast.input(0)
+    if source is None:
+        return x.dtype
+    same = [op.outputs[0] for op, _ in source.readers if op.type == "Cast"]
+    readers = sum(len(v.readers) + (v in v.program.outputs) for v in same if v is not None and v.dtype == x.dtype)
+    return source.dtype if readers == 2 else x.dtype
+
+
+def _written(square: Operator) -> str | None:
+    """The element type that the fused norm writes, that of the product with a vector; None for no norm."""
+    made = square.outputs[0]
+    while made is not None and len(made.readers) == 1 and made not in made.program.outputs:
+        ((op, _),) = made.readers
+        if op.type not in _WITHIN or op.domain:
+            break
+        made = op.outputs[0]
+        if op.type == "Mul" and any(v is not None and len(v.shape or ()) == 1 for v in op.inputs):
+            return None if made is None else made.dtype
+    return None
