@@ -14,7 +14,6 @@ from amp_transpiler.ir.nodes import BACKWARD, OWN, Operator, Variable
 from amp_transpiler.ir.opdef import lookup, traits_of
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.passes.lowering.lowered import emulated_attribute
-from amp_transpiler.passes.view.transposed import behind_transpositions
 
 
 class EmulatedStorage:
@@ -41,8 +40,13 @@ class EmulatedStorage:
 
     @cached_property
     def transposed(self) -> set[Variable]:
-        """What a product may read through a transposition."""
-        return behind_transpositions(self.program)
+        """What a Transpose makes, and all that is made of it without a product: where onnxruntime may move one to."""
+        found: set[Variable] = set()
+        for op in self.program.walk():
+            moved = not traits_of(op).product and not found.isdisjoint(filter(None, op.inputs))
+            if moved or op.full_type == "Transpose":
+                found.update(filter(None, op.outputs))
+        return found
 
     def emulated(self, value: Value) -> Value:
         """A real tensor as this place stores it."""
