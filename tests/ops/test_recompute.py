@@ -197,9 +197,10 @@ def test_a_budget_takes_no_more_than_needed_and_says_what_is_out_of_reach() -> N
     message = str(raised.value)
     least = int(message.split("the least that was found is ")[1].split()[0])
     without = int(float(message.split(", and ")[1].split()[0]) * 2**20) + 2**13
-    counts = [len(within(budget).recomputed()) for budget in (without, (3 * without + least) // 4, least)]
+    trainings = [within(budget) for budget in (without, (3 * without + least) // 4, least)]
+    counts = [len(training.recomputed()) for training in trainings]
     assert counts[0] == 0 < counts[1] < counts[2]
-    assert_equal_bits(within(least).states(2), Training("transformer", "fp32").states(2))
+    assert_equal_bits(trainings[2].states(), plain_states("transformer", "fp32"))
 
 
 def test_a_budget_on_cuda_needs_no_gpu() -> None:

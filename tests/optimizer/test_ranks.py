@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,11 @@ def trained(mode: str, **options: Any) -> Callable[[], tuple[list[float], State]
     return run
 
 
+@cache
+def by_itself(mode: str, seed: int) -> tuple[list[float], State]:
+    return trained(mode, seed=seed)()
+
+
 def same(a: State, b: State) -> bool:
     return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
@@ -67,7 +73,7 @@ def same(a: State, b: State) -> bool:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("mode, close", [("fp32", 1e-6), ("mixed", 5e-3), ("pure", 1e-2)])
 def test_ranks_learn_what_one_learns_of_the_whole_batch(mode: str, close: float, ranks: int, seed: int) -> None:
-    losses, state = trained(mode, seed=seed)()
+    losses, state = by_itself(mode, seed)
     found = distributed.simulate(ranks, trained(mode, seed=seed))
     assert all(same(found[0][1], other) for _, other in found)
     np.testing.assert_allclose(np.mean([each for each, _ in found], axis=0), losses, rtol=close)
