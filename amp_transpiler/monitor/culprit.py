@@ -13,7 +13,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.monitor.finiteness_probes import floats, nonfinite, operators_of, reads
-from amp_transpiler.monitor.rerun import Rerun, is_nonfinite
+from amp_transpiler.monitor.rerun import Rerun
 from amp_transpiler.monitor.step_snapshot import load_step
 from amp_transpiler.monitor.suggested_fixes import Cure, forward_of, tried
 from amp_transpiler.passes.view.names import label
@@ -214,10 +214,9 @@ class _Search:
 
     # -- reports -------------------------------------------------------------------------------------
     def _common(self) -> dict[str, Any]:
-        losses = [v.name for v in self.parts.losses]
-        scale = self.parts.scale
+        losses, scale = {v.name for v in self.parts.losses}, self.parts.scale
         return {
-            "loss_finite": not any(map(is_nonfinite, self.rerun.run(self.program, losses))) if losses else None,
+            "loss_finite": losses.isdisjoint(self.bad) if losses else None,
             "loss_scaling": None if scale is None else float(self.rerun.run(self.program, [scale.name])[0].reshape(())),
         }
 
