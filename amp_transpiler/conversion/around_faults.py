@@ -151,10 +151,8 @@ def _padded(op: Operator, variable: Variable, missing: int) -> Variable:
         shape[1] = shape[1] + missing if isinstance(shape[1], int) else None
     wide = program.add_variable(program.unique(f"{variable.name}.padded"), variable.dtype, shape)
     if program.opset() < _PADS_INPUT:
-        before = program.add_operator("Pad", [variable], [wide], attrs={"pads": sizes})
+        program.add_operator("Pad", [variable], [wide], attrs={"pads": sizes}, like=op)
     else:
-        before = program.add_operator(
-            "Pad", [variable, program.add_constant(f"{variable.name}.pads", np.array(sizes, np.int64))], [wide]
-        )
-    before.role, before.guard, before.scope = op.role, op.guard, op.scope
+        pads = program.add_constant(f"{variable.name}.pads", np.array(sizes, np.int64))
+        program.add_operator("Pad", [variable, pads], [wide], like=op)
     return wide
