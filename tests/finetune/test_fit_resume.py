@@ -71,6 +71,15 @@ def test_what_is_given_wins_over_the_checkpoint_and_is_told(tmp_path: Path) -> N
     assert left == same and result.options.mode == "mixed", "what is not given is the checkpoint's"
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That of a training in mixed precision."""
+    folder = tmp_path_factory.mktemp("trained")
+    data = samples("encoder_dynamo", 90)
+    amp.fit(exported("encoder_dynamo"), folder / "a.onnx", data=data, checkpoint=folder / "state", mode="mixed")
+    return folder / "state"
+
+
 @pytest.mark.parametrize(
     "change, told",
     [
@@ -80,13 +89,14 @@ def test_what_is_given_wins_over_the_checkpoint_and_is_told(tmp_path: Path) -> N
         ({"model": exported("encoder_dynamo", seed=9)}, "of another model"),
     ],
 )
-def test_what_makes_it_another_training_is_named(change: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_what_makes_it_another_training_is_named(
+    change: dict[str, Any], told: str, checkpoint: Path, tmp_path: Path
+) -> None:
     given = {"model": exported("encoder_dynamo"), "data": samples("encoder_dynamo", 90)}
-    amp.fit(output=tmp_path / "a.onnx", checkpoint=tmp_path / "state", mode="mixed", **given)  # type: ignore[arg-type]
     with pytest.raises(amp.errors.ArgumentError, match=re.escape(told)):
         amp.fit(  # type: ignore[arg-type]
             output=tmp_path / "b.onnx",
-            checkpoint=tmp_path / "state",
+            checkpoint=checkpoint,
             log=tmp_path / "log",
             epochs=2,
             **{**given, **change},
