@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 import amp_transpiler as amp
@@ -83,3 +84,16 @@ def test_norms_are_kept_from_a_fusion_without_kernel_and_no_others(name: str, fu
     counts = Counter(op.type for op in converted.operators)
     assert counts["Pow"] == fused and counts["ReduceMean"] == fused + 1
     assert off(faithful(converted, feed)[0], run(model, feed)[0]) < 1.2e-2
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "RMS" in name])
+def test_evaluation_beside_training_is_on_cuda(name: str, tmp_path: Path) -> None:
+    onnx.save(filled(MODELS[name]), tmp_path / "model.onnx")
+    main = amp.Program.from_onnx(tmp_path / "model.onnx")
+    with amp.program_guard(main, main.startup):
+        loss = amp.nn.functional.mean(main.outputs[0])
+        optimizer = amp.decorate(amp.optimizer.SGD(0.1), dtype="bfloat16")
+        optimizer.minimize(loss, main.startup)
+    for program in (main, main.clone(for_test=True)):
+        program.lower(amp.CUDAPlace(0), feed_shapes={"x": (2, 6, 32)}).to_onnx(tmp_path / "lowered.onnx")
+        assert not left_on_cpu(onnx.load(tmp_path / "lowered.onnx"), tmp_path / "placed.onnx")

@@ -41,7 +41,7 @@ def program(text: str) -> amp.Program:
         "opset",
         "inline-functions,opset,expand-control-flow",
         "emit{place=cuda}",
-        "inline-functions,runtime-opset{place=cuda},expand-control-flow{bodies=true},emit{place=cuda}",
+        "inline-functions,runtime-opset{place=cuda},expand-control-flow{bodies=true},mixed-norms{place=cuda},emit{place=cuda}",
     ],
 )
 def test_text_is_read_and_written(text: str) -> None:

@@ -20,6 +20,7 @@ from amp_transpiler.passes.lowering.fitting import fitted
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.place import Place, arithmetic_of, check_place
 from amp_transpiler.passes.lowering.wanted import Wanted
+from amp_transpiler.passes.numerics.mixed_norms import MixedNorms
 from amp_transpiler.passes.pipeline import Context, Pass, Pipeline, Property, Value, apply_to_copy, option
 
 #: What the model has to give, by default updates and outputs.
@@ -83,7 +84,8 @@ class Emit(Pass):
 
 def lowering(place: str) -> Pipeline:
     """The passes that make the model that ``place`` runs."""
-    return Pipeline((InlineFunctions(), RuntimeOpset(place), ExpandControlFlow(bodies=True), Emit(place)))
+    opset, expanded = RuntimeOpset(place), ExpandControlFlow(bodies=True)
+    return Pipeline((InlineFunctions(), opset, expanded, MixedNorms(place), Emit(place)))
 
 
 def lower(

@@ -9,10 +9,15 @@ It is not fused where the square is a product, which is the same number.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 from amp_transpiler.ir.decompose import write_instead
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.lists import place_kinds, place_traits
 from amp_transpiler.passes.canonicalize.fuse_norm import maker, squares
+from amp_transpiler.passes.pipeline import Context, Pass, option
 from amp_transpiler.passes.view.of_type import of_type
 from amp_transpiler.passes.view.typing import programs
 
@@ -22,14 +27,35 @@ _ONE_TYPE = "bfloat16"
 _WITHIN = frozenset({"ReduceMean", "Add", "Sqrt", "Div", "Reciprocal", "Mul", "Cast"})
 
 
+@dataclass(frozen=True)
+class MixedNorms(Pass):
+    """The square in an RMS norm between bfloat16 and fp32 is a product, where it would be fused without a kernel."""
+
+    name = "mixed-norms"
+
+    place: str = option("cpu", *place_kinds())
+
+    def applies(self, graph: Graph, context: Context) -> bool:
+        return place_traits(self.place).device and next(_mixed(graph), None) is not None
+
+    def run(self, graph: Graph, context: Context) -> None:
+        write_mixed_norms(graph)
+
+
 def write_mixed_norms(program: Graph) -> None:
     """Write the square as a product in each norm that would be fused into one that reads bfloat16 or writes it, not
     both; casts are in place."""
+    for square in list(_mixed(program)):
+        write_instead(square, lambda d, op, x, power: [d.Mul(x, x)])
+
+
+def _mixed(program: Graph) -> Iterator[Operator]:
+    """The squares of such norms."""
     for each in programs(program):
         for square in of_type(each, "Pow") if of_type(each, "ReduceMean") else ():
             written = _written(square) if squares(square) else None
             if written is not None and (_read(square) == _ONE_TYPE) != (written == _ONE_TYPE):
-                write_instead(square, lambda d, op, x, power: [d.Mul(x, x)])
+                yield square
 
 
 def _read(square: Operator) -> str | None:
