@@ -26,8 +26,10 @@ class Patient(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Bring what was written to the stream's end."""
-        self._try(self.stream.flush)
+        """Bring what was written to the stream's end, if it is still open: from Python 3.14 on this runs at the end of
+        the object's life, and would say that it is not."""
+        if not self.stream.closed:
+            self._try(self.stream.flush)
 
     def isatty(self) -> bool:
         """Whether the stream is a terminal."""

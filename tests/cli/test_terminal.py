@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import onnx
 import pytest
 
 from amp_transpiler.cli import main
+from amp_transpiler.cli.output import Patient
 from amp_transpiler.cli.terminal import printable
 from tests.helpers.where import ORACLES, ROOT
 
@@ -125,6 +127,15 @@ def test_explain_under_an_ascii_locale(names: list[str], environment: dict[str, 
     done = run("explain", str(tmp_path / "m.onnx"), *names, **environment)
     assert done.returncode == 0 and done.stderr == "" and done.stdout.isascii()
     assert "gr\\xf6\\xdfe\\xd7" in done.stdout
+
+
+def test_nothing_is_said_of_an_output_that_was_closed_before() -> None:
+    stream = io.TextIOWrapper(io.BytesIO())
+    output = Patient(stream)
+    output.write("line\n")
+    stream.close()
+    output.close()  # what the end of its life does, which Python 3.14 reports
+    assert output.trouble is None
 
 
 def test_ordinary_text_is_printed_as_it_is() -> None:
