@@ -72,13 +72,13 @@ def test_layers_that_are_alike_share_sessions(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(parts, "PART", 150)
     monkeypatch.setattr(parts, "WHOLE", 300)
     made, counts = [], []
-    for layers in (20, 40):
+    for layers in (40, 80):
         session, found, after, _ = trained("pure", layers=layers, drop=0)
         made.append(len({id(each) for each in session.sessions}))
         counts.append(len(session.sessions))
     assert counts[1] > 1.7 * counts[0] and made[1] < made[0] + 4
     monkeypatch.setattr(parts, "WHOLE", 10**6)
-    _, expected, state, _ = trained("pure", layers=40, drop=0)
+    _, expected, state, _ = trained("pure", layers=80, drop=0)
     assert [[a.tobytes() for a in run] for run in found] == [[a.tobytes() for a in run] for run in expected]
     assert after == state
 
