@@ -9,6 +9,7 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.errors import ExecutionError
+from amp_transpiler.ir.control import every_node
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.passes.lowering.open_sizes import OpenModel, Sized
 from amp_transpiler.passes.lowering.size_check import SizeCheck, watched
@@ -60,6 +61,27 @@ CASES = {
         "int64[1] i = {{4}}, int64[1] m = {{{a}}}, int64[1] n = {{{b}}}",
         [(2, 3, 3), (5, 4, 4)],
     ),
+    "branched": (
+        FEEDS,
+        "s = If <then_branch = f () => (float[] t) { t = Add(x, y) }, else_branch = g () => (float[] u) { u = Neg(y) }> (on)  "
+        "o = Concat <axis = 0> (s, z)",
+        "bool on = {{0}}",
+        [(3, 3, 2), (4, 4, 5)],
+    ),
+    "scanned": (
+        FEEDS,
+        "s = Relu(y)  t = Relu(s)  u = Relu(t)  "
+        "v = Scan <num_scan_inputs = 1, body = f (float[4] row) => (float[] m) { m = MatMul(u, row) }> (x)  o = MatMul(v, z)",
+        "",
+        [(2, 3, 3), (5, 4, 4)],
+    ),
+    "scanned alike": (
+        FEEDS,
+        "s = Scan <num_scan_inputs = 1, body = f (float[4] row) => (float[] m) { m = MatMul(y, row) }> (x)  "
+        "t = Scan <num_scan_inputs = 1, body = g (float[4] line) => (float[] n) { n = MatMul(z, line) }> (x)  o = Add(s, t)",
+        "",
+        [(2, 3, 3), (5, 4, 4)],
+    ),
     "values": (
         FEEDS,
         "k = Concat <axis = 0> (j, i)  s = Reshape(x, k)  o = Relu(s)",
@@ -86,9 +108,8 @@ def fits(model: onnx.ModelProto) -> bool:
 
 def model(name: str, sizes: tuple[int, ...]) -> Sized:
     feeds, body, constants, _ = CASES[name]
-    text = f"g ({feeds}, float[4] w) => (float[] o) <{constants}> {{{{ {body} }}}}".format(
-        **dict(zip("abc", sizes, strict=True))
-    )
+    text = f"g ({feeds}, float[4] w) => (float[] o) <{constants}>".format(**dict(zip("abc", sizes, strict=True)))
+    text += f" {{ {body} }}"
     found = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]> {text}')
     for info in found.graph.output:
         info.ClearField("type")
@@ -113,15 +134,25 @@ def test_the_part_tells_what_the_whole_does(name: str) -> None:
     assert any(told) or name in WHOLE
 
 
-def test_one_node_of_each_kind_is_loaded() -> None:
-    """However many layers there are."""
+@pytest.mark.parametrize("mode", ["fp32", "pure"])
+@pytest.mark.parametrize(
+    ("name", "sizes", "times"),
+    [
+        pytest.param("bert", {"length": 16, "width": 64, "layers": 3}, 5, id="layers"),
+        pytest.param("bert", {"length": 16, "width": 64, "words": 40000}, 3, id="a large table"),
+        pytest.param("cnn", {}, 1.5, id="pools"),
+        pytest.param("lstm", {}, 2, id="scans"),
+    ],
+)
+def test_one_node_of_each_kind_is_loaded(name: str, sizes: dict[str, int], times: float, mode: str) -> None:
+    """However many layers there are, and of an update in a branch the nodes that read new sizes."""
     samples = []
     for batch in (4, 5, 7):
-        main, _, loss, _ = training("bert", "pure", batch=batch, length=16, width=64, layers=3)
+        main, _, loss, _ = training(name, mode, batch=batch, **sizes)
         lowered = lower(main, "cpu", {}, [loss], declared=True)
         samples.append(Sized(lowered.model, lowered.given))
     opened = OpenModel(samples[:2])
     found = SizeCheck(opened, [check(watched(sample.model)) for sample in samples[:2]])  # type: ignore[misc]
     part = found.part(samples[2])
     assert found.serves and found.fits(check(part))  # type: ignore[arg-type]
-    assert 6 * len(part.graph.node) < len(samples[2].model.graph.node)
+    assert times * len(part.graph.node) < len(list(every_node(samples[2].model.graph.node)))

@@ -53,7 +53,7 @@ from amp_transpiler.passes.lowering.node_order import arranged
 from amp_transpiler.passes.lowering.own_rows import left_to_others, met_at
 from amp_transpiler.passes.lowering.scatters import emit_scatter
 from amp_transpiler.passes.lowering.table_lookups import emit_lookup, looks_up_dealt
-from amp_transpiler.passes.lowering.tensor_types import foreign_types
+from amp_transpiler.passes.lowering.tensor_types import foreign_types, unpooled_types
 from amp_transpiler.passes.lowering.wanted import Wanted
 
 #: Domains whose operators onnxruntime computes in fp32 on CPU just as well.
@@ -123,7 +123,7 @@ class _Emission(EmulatedStorage):
         self.result.states = [port for port in self.result.states if port.variable not in unread]
         graph.input.extend(info for info in self.inputs if info.name not in unread)
         graph.output.extend(outputs)
-        graph.value_info.extend(foreign_types(graph, self.e.foreign))
+        graph.value_info.extend((*foreign_types(graph, self.e.foreign), *unpooled_types(graph)))
         own = min(self.program.info.ir_version, TARGET_IR_VERSION)
         model.ir_version = max(8, own) if self.e.opset < TARGET_OPSET else TARGET_IR_VERSION
         model.producer_name = "amp_transpiler"

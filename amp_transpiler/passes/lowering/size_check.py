@@ -12,7 +12,7 @@ So one node of each kind is loaded, with the sizes of the new model, and the sha
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import onnx
 
@@ -28,20 +28,38 @@ _UNKNOWN: Inferred = 0, ()
 
 
 def watched(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with everything that its nodes make as an output, so that loading it tells their shapes.
-
-    It lacks the nodes that hold graphs, which take most of the time to load, and those that depend on them.
-    """
-    found, lost = _without_graph(model), set[str]()
-    for node in model.graph.node:
-        if lost.isdisjoint(node.input) and next(nested_graphs(node), None) is None:
-            found.graph.node.append(node)
-        else:
-            lost.update(node.output)
-    found.graph.initializer.extend(model.graph.initializer)
+    """The model with everything that its nodes make as an output, so that loading it tells their shapes."""
+    found = _without_graph(model)
+    found.graph.node.extend(_plain(model.graph))
+    found.graph.initializer.extend(_constants(model.graph))
     found.graph.input.extend(model.graph.input)
     _watch(found, model)
     return found
+
+
+def _plain(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """The nodes of a graph, with those of its branches in place of each If: as sizes, both sides are computed.
+
+    So of the update of all parameters, which is a branch, the nodes that read no new size are told apart.
+    """
+    for node in graph.node:
+        if node.op_type != "If" or node.domain:
+            yield node
+            continue
+        branches = list(nested_graphs(node))
+        for branch in branches:
+            yield from _plain(branch)
+        for number, name in enumerate(node.output):
+            yield onnx.helper.make_node("Identity", [branches[0].output[number].name], [name])
+
+
+def _constants(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    """What :func:`_plain`'s nodes read."""
+    yield from graph.initializer
+    for node in graph.node:
+        if node.op_type == "If" and not node.domain:
+            for branch in nested_graphs(node):
+                yield from _constants(branch)
 
 
 def _watch(model: onnx.ModelProto, declared: onnx.ModelProto) -> None:
@@ -60,6 +78,7 @@ class SizeCheck:
     def __init__(self, opened: OpenModel, shapes: Sequence[Mapping[str, Inferred]]) -> None:
         assert opened.model is not None
         graph, self.opened, self.shapes = opened.model.graph, opened, list(shapes)
+        nodes = list(_plain(graph))
         given = {info.name: _declared(info) for info in graph.input if info.name not in opened.names}
         always = {name: (found,) * len(shapes) for name, found in given.items() if _is_known(found)}
         columns = always | {name: tuple(known.get(name, _UNKNOWN) for known in shapes) for name in shapes[0]}
@@ -70,25 +89,34 @@ class SizeCheck:
         self.same = {n: first.setdefault(n if _may_say_sizes(c[0]) else c, n) for n, c in columns.items()}
         self.fixed = {name: columns[name][0] for name in first.values() if name not in vary}
         kinds: dict[Hashable, onnx.NodeProto] = {}
-        for node in graph.node:
+        within = set[str]()
+        for node in nodes:
             if vary.isdisjoint(used_tensors([node])) and vary.isdisjoint(node.output):
                 continue
             read = [self.same.get(name, name) for name in node.input]
             made = (self.same.get(name, name) for name in node.output)
-            kind = (node.op_type, node.domain, *read, ":", *made, *settings(node))
-            if kind not in kinds:
-                kinds[kind] = twin = onnx.NodeProto()
-                twin.CopyFrom(node)
-                twin.input[:] = read
+            nested = [graph.SerializeToString(deterministic=True) for graph in nested_graphs(node)]
+            kind = (node.op_type, node.domain, *read, ":", *made, *settings(node), *nested)
+            if kind in kinds:
+                continue
+            for name in used_tensors([node]) - set(node.input) - within if nested else ():
+                if self.same.get(name, name) != name:  # graphs go on reading what they read
+                    kinds[name] = onnx.helper.make_node("Identity", [self.same[name]], [name])
+                    within.add(name)
+            kinds[kind] = twin = onnx.NodeProto()
+            twin.CopyFrom(node)
+            twin.input[:] = read
+            within.update(node.output)
+            _forget_sizes(twin)
         self.head = _without_graph(opened.model)
         self.head.graph.node.extend(kinds.values())
         self.used = used_tensors(list(kinds.values()))
-        within = {name for node in kinds.values() for name in node.output}
-        unseen = {name for node in graph.node for name in node.output} - columns.keys()
+        self.differ = self.used - self.fixed.keys() - within
+        unseen = {name for node in nodes for name in node.output} - columns.keys()
         #: Whether the part tells, which it does where all shapes in it are known.
         self.serves = all(_is_known(found) for column in columns.values() for found in column)
         self.serves &= unseen.isdisjoint(self.used | within)
-        self.head.graph.initializer.extend(tensor for tensor in graph.initializer if tensor.name in self.used)
+        self.head.graph.initializer.extend(each for each in _constants(graph) if each.name in self.used)
         self.head.graph.input.extend(
             onnx.helper.make_tensor_value_info(name, *self.fixed[name])
             for name in sorted(self.used & self.fixed.keys() - within)
@@ -102,8 +130,7 @@ class SizeCheck:
             if name in self.used:
                 model.graph.initializer.add().CopyFrom(tensor)
                 model.graph.initializer[-1].name = name
-        differ = self.used - self.fixed.keys()
-        model.graph.input.extend(info for info in sample.model.graph.input if info.name in differ)
+        model.graph.input.extend(info for info in sample.model.graph.input if info.name in self.differ)
         _watch(model, sample.model)
         return model
 
@@ -113,6 +140,16 @@ class SizeCheck:
         return all(
             _is_known(shape) and found.setdefault(self.same[name], shape) == shape for name, shape in shapes.items()
         )
+
+
+def _forget_sizes(node: onnx.NodeProto) -> None:
+    """Let the graphs of a node take sizes from what it reads: those with a name are of no model yet."""
+    for graph in nested_graphs(node):
+        for info in (*graph.input, *graph.output, *graph.value_info):
+            for dim in info.type.tensor_type.shape.dim:
+                dim.ClearField("dim_param")
+        for inner in graph.node:
+            _forget_sizes(inner)
 
 
 def _without_graph(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -35,7 +35,6 @@ def inferred(lowered: Lowered) -> onnx.GraphProto:
         elif tensor.name not in listed:
             info = light.graph.input.add(name=tensor.name)
             info.type.CopyFrom(type_proto(NAMES[tensor.data_type], tuple(tensor.dims)))
-    light.graph.value_info.extend(_unpooled(graph))
     made = {name for node in graph.node for name in node.output} - {info.name for info in graph.output}
     for value in lowered.tensors.values():
         if value.name in made and value.shape is not None and value.dtype:
@@ -75,10 +74,14 @@ def types_within(graph: onnx.GraphProto) -> dict[str, Type]:
     return found
 
 
-def _unpooled(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
-    """The results of MaxUnpool that are told their shape, which ONNX's inference does not look at."""
-    content = {tensor.name: tensor for tensor in graph.initializer}
+def unpooled_types(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
+    """The types of what MaxUnpool makes where it is told the shape, which ONNX's inference does not look at.
+
+    Its only kernel is the CPU's, of fp32.
+    """
+    content, declared = {tensor.name: tensor for tensor in graph.initializer}, {info.name for info in graph.output}
     for node in graph.node:
-        if node.op_type == "MaxUnpool" and len(node.input) > 2 and node.input[2] in content:
-            shape = onnx.numpy_helper.to_array(content[node.input[2]]).tolist()
+        told = content.get(node.input[2]) if node.op_type == "MaxUnpool" and node.input[2:] else None
+        if told is not None and node.output[0] not in declared:
+            shape = onnx.numpy_helper.to_array(told).tolist()
             yield onnx.helper.make_tensor_value_info(node.output[0], onnx.TensorProto.FLOAT, shape)
