@@ -99,7 +99,7 @@ class AutoMixedPrecisionLists:
             )
         called_white, called_black = self._called("custom_white_list"), self._called("custom_black_list")
         white = _resolved(custom_white_list, called_white)
-        black = _resolved(custom_black_list, called_black, written_as())
+        black = _resolved(custom_black_list, called_black, {} if custom_black_list is None else written_as())
         overlap = sorted(white.keys() & black.keys())
         if overlap:
             given = "; ".join(f"{each}: white as '{white[each]}', black as '{black[each]}'" for each in overlap)
