@@ -11,6 +11,7 @@ import amp_transpiler as amp
 from amp_transpiler.ir.control import nested_graphs
 from amp_transpiler.nn import functional as F
 from amp_transpiler.ops.row_sums import races
+from amp_transpiler.passes.lowering.open_sizes import Sized
 
 THREADS = 4
 
@@ -52,6 +53,20 @@ def test_gradients_of_repeated_rows_are_the_same_in_every_run(rows: int, number:
         exe.run(main, feed=feed, fetch_list=[loss], scope=scope)
         if run % 5 == 0:
             np.testing.assert_array_equal(scope.find_var("table"), run * expected)
+
+
+def test_a_session_for_several_threads_serves_no_batch_that_needs_one() -> None:
+    """Rows that are accumulated take one node, whose nodes are the same whatever the size of the batch."""
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup):
+        ids, factors = amp.data("ids", [None], "int64"), amp.data("factors", [None, 64], "float32")
+        table = amp.create_parameter([3000, 64], "float32", "table")
+        loss = F.sum(F.embedding(ids, table, sparse=True) * factors)
+        amp.decorate(amp.optimizer.SGD(1.0), accumulate_steps=2).minimize(loss, startup)
+    lowered = [main.lower(amp.CPUPlace(), {"ids": (n,), "factors": (n, 64)}) for n in (2000, 3000, 3400)]
+    few, more, many = (Sized(each.model, each.given) for each in lowered)
+    assert [any(map(races, each.model.graph.node)) for each in lowered] == [False, False, True]
+    assert few.alike(more) and not few.alike(many)
 
 
 def _added(total: NDArray[np.float32], at: NDArray[np.int64], rows: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -88,7 +88,8 @@ def _rows(
             if name in constants:
                 slots.append((node, slot))
                 inputs[slot] = constants[name]
-        yield (node.op_type, node.domain, *inputs, ":", *node.output, *settings(node))
+        # Its remark may say how many threads it takes.
+        yield (node.op_type, node.domain, node.doc_string, *inputs, ":", *node.output, *settings(node))
         for nested in nested_graphs(node):
             yield from _rows(nested, constants, slots)
             yield from _types(nested)
