@@ -19,7 +19,7 @@ import onnx
 from amp_transpiler.ir.flat import Rows
 from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.node_protos import emitted_node
-from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.operator_call import OperatorCall
 from amp_transpiler.ir.result_shape import result_shape
@@ -79,6 +79,8 @@ class Emitter:
         self._holds: dict[str, str] = {}
         #: Of operators of the training step, by key: rows that are worked on together; set by the lowering.
         self.rows: Mapping[int, Sequence[Rows]] = {}
+        #: Operators that one of them emits for all, by the key of each; set by the lowering.
+        self.together: Mapping[int, list[Operator]] = {}
         #: Whether each of several ranks runs this for examples of its own; set by the lowering.
         self.ranked = False
         #: Emits what the place's kernels do not compute as it stands (None: everything does); set by the lowering.

@@ -32,7 +32,6 @@ from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.passes.lowering.place import CPUPlace, Place, arithmetic_of, check_place
 from amp_transpiler.program import Program, default_main_program
-from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.binding import PlainStep, Step, needs_plain
 from amp_transpiler.runtime.capture import CapturedStep, check_capturable
 from amp_transpiler.runtime.collective.current import own_rank, own_size
@@ -47,10 +46,8 @@ from amp_transpiler.runtime.plan import (
     check_home,
     fed_together,
     fetch_names,
-    initial_content,
     make_plan,
     shapes_of,
-    startup_parts,
     thrashes,
 )
 from amp_transpiler.runtime.report import ReportRequest, expanded, joined, requested
@@ -59,6 +56,7 @@ from amp_transpiler.runtime.session import Settings, check_model, create_session
 from amp_transpiler.runtime.session_cache import SessionCache
 from amp_transpiler.runtime.shards import Sent, run_updates, settle
 from amp_transpiler.runtime.staging import Prefetch, staged
+from amp_transpiler.runtime.startup_run import startup_parts
 from amp_transpiler.runtime.states import fetched_state
 from amp_transpiler.warn import warn_user
 
@@ -370,19 +368,20 @@ class Executor:
         Nothing of it is kept: a startup program runs once. The scope changes when all of it is done.
         """
         with collector_paused():
-            arrays, rest, held = startup_parts(program)
-        step = None if rest is None else self._step(rest, plan, feeds)
+            parts = startup_parts(program, plan.sources)
+        step = None if parts.rest is None else self._step(parts.rest, plan, feeds)
         with self._lock:
             plan.sessions.clear()
             plan.last = None
         with scope.writing(), Uninterrupted():
             staged = Scope()
             staged.hold(scope.ort_values)
-            staged.hold({v.name: device_tensors.from_array(initial_content(v, held), self.place) for v in arrays})
-            results = self._run(program if rest is None else rest, plan, step, feeds, staged, return_numpy)
-            settle(program, staged.ort_values, scope, self.place, held)
+            staged.hold(parts.known(self.place))
+            results = self._run(parts.rest or program, plan, step, feeds, staged, return_numpy)
+            values = parts.copied(staged.ort_values, self.place)
+            settle(program, values, scope, self.place, parts.held)
         if step is not None and self.place.kind == "cpu":
-            release_behind(staged.ort_values.values())
+            release_behind(values.values())
         return results
 
 

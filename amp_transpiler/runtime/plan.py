@@ -8,27 +8,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from amp_transpiler.errors import ArgumentTypeError, GraphError, ScopeError
 from amp_transpiler.ir.dealt_rows import held_shapes
 from amp_transpiler.ir.graph import other_program
 from amp_transpiler.ir.infer import static
-from amp_transpiler.ir.metadata import INITIALIZER
-from amp_transpiler.ir.nodes import OWN, Operator, Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.opdef import lowering_rule_of
-from amp_transpiler.ir.tensors import tensor_array
 from amp_transpiler.lists import place_traits
-from amp_transpiler.ops.training.initializers import CONSTANT, constant_content
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.binding import PlainStep, Step
 from amp_transpiler.runtime.collective.current import several
-from amp_transpiler.runtime.dealt import dealt_variables, hold_rows, own_rows
+from amp_transpiler.runtime.dealt import dealt_variables
 from amp_transpiler.runtime.feeds import Feeds, shape_of
 from amp_transpiler.runtime.open_steps import OpenSteps
 from amp_transpiler.runtime.report import ReportRequest
-from amp_transpiler.runtime.shards import elsewhere
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -113,41 +107,6 @@ def make_plan(program: Program, names: tuple[str, ...], spread: bool, place: Pla
         shaped=shaped,
         open=OpenSteps() if opens else None,
     )
-
-
-def initialised(op: Operator) -> Variable | None:
-    """The variable that a startup operator sets to what is known without a session; None for another operator."""
-    return op.output(0) if op.type in (INITIALIZER, CONSTANT) and op.domain == OWN else None
-
-
-def startup_parts(program: Program) -> tuple[list[Variable], Program | None, bool]:
-    """The variables that a startup program sets to what is known, and what is left to run (None: nothing).
-
-    Without what other ranks hold and nobody reads; and whether it makes of rows that are dealt out this rank's alone.
-    """
-    others = elsewhere(program)
-    arrays = [
-        v for op in program.operators if (v := initialised(op)) is not None and (v.name not in others or v.readers)
-    ]
-    dealt = bool(dealt_variables(program))
-    if not others and len(arrays) == len(program.operators):
-        return arrays, None, dealt
-    if not others and not arrays and not dealt:
-        return arrays, program, False
-    rest = program.clone()
-    for op in reversed(rest.operators):
-        left = all(v is None or (v.name in others and not v.readers) for v in op.outputs)
-        if left or initialised(op) is not None:
-            rest.remove_operator(op)
-    held = dealt and hold_rows(rest)
-    return arrays, rest if rest.operators else None, held
-
-
-def initial_content(variable: Variable, held: bool) -> np.ndarray:
-    """What the startup operator sets an initialised variable to; ``held``: what this rank keeps of it."""
-    op = variable.producer
-    content = constant_content(op) if op is not None and op.type == CONSTANT else tensor_array(variable)
-    return own_rows(variable, content) if held else content
 
 
 def _fetched(program: Program, name: str) -> Variable:

@@ -10,7 +10,7 @@ changes what they give.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 
 import numpy as np
 import onnx
@@ -18,12 +18,12 @@ import onnx
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.infer import static
-from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.nodes import OWN, Operator
 from amp_transpiler.ir.opdef import lowering_rule, own
 from amp_transpiler.ir.types import FLOATS, HALF, numpy_dtype
 from amp_transpiler.ops.common import size_of
 from amp_transpiler.ops.training.chunks import by_chunks
-from amp_transpiler.ops.training.random import Part, ahead_of, normal, stream_of, uniform
+from amp_transpiler.ops.training.random import Part, Streams, ahead_of, normal, stream_of, uniform
 
 CONSTANT = "ConstantInitializer"
 #: Those that draw random numbers.
@@ -34,6 +34,8 @@ _STEP = 0xFFFFFFFF
 
 #: Elements of a variable from which on it is drawn in chunks, and of a chunk.
 _LARGE, _CHUNK = 1 << 22, 1 << 18
+#: Elements of a variable up to which it is drawn together with others like it, and of all these together.
+_SMALL, _TOGETHER = 1 << 14, 1 << 20
 #: Rows of a chunk are a multiple of this, so that kernels compute all of it in whole vectors.
 _PACKED = 16
 
@@ -61,28 +63,56 @@ def _target(op: Operator) -> tuple[str, str, tuple[int, ...]]:
     return variable.name, variable.dtype, shape
 
 
-def _drawn(e: Emitter, op: Operator, write: Callable[[tuple[int, ...], Part | None], Value]) -> list[Value]:
-    """What ``write`` makes of a shape, and of a part of the stream (None: its first elements).
+def drawn_together(order: Iterable[Operator]) -> dict[int, list[Operator]]:
+    """The operators, by key, that draw small variables of one shape in one way, each from its own stream: all at once.
+
+    They give the same numbers as one by one: of what kernels compute in vectors, all of it lies in whole vectors.
+    """
+    alike: dict[Hashable, list[Operator]] = {}
+    for op in order:
+        if op.type in DRAWN and op.domain == OWN and "ranks" not in op.attrs:
+            shape = _target(op)[2]
+            size = math.prod(shape)
+            if 0 < size <= _SMALL and (op.type == "UniformInitializer" or size % _PACKED == 0):
+                settings = tuple(sorted((name, op.attrs[name]) for name in op.attrs))
+                alike.setdefault((op.type, op.inputs[0], shape, settings), []).append(op)
+    found: dict[int, list[Operator]] = {}
+    for ops in alike.values():
+        most = _TOGETHER // math.prod(_target(ops[0])[2])
+        for row in (ops[start : start + most] for start in range(0, len(ops), most)):
+            found |= {op.key: row for op in row if len(row) > 1}
+    return found
+
+
+def _drawn(e: Emitter, op: Operator, draw: Callable[[tuple[int, ...], Streams, Part | None], Value]) -> list[Value]:
+    """What ``draw`` makes of a shape, of streams, and of a part of the stream (None: its first elements).
 
     Of a large variable on the host it makes a chunk at a time, which takes memory once. ``ranks``, of the operator: the
     variable is what a rank keeps of as many, with rows of its own; what is behind them is any number.
     """
-    (_, _, shape), ranks = _target(op), op.attrs.get("ranks")
-    total = math.prod(shape)
+    (name, _, shape), ranks = _target(op), op.attrs.get("ranks")
+    stream, total = stream_of(name), math.prod(shape)
+    together = e.together.get(op.key)
+    if together is not None:
+        key = f"drawn with {_target(together[0])[0]}"
+        if key not in e.shared:
+            whole = draw(shape, [stream_of(_target(each)[0]) for each in together], None)
+            e.shared[key] = e.Split(whole, axis=0, num_outputs=len(together), outputs=len(together))
+        return [e.reshape(e.shared[key][together.index(op)], shape)]
     if ranks is not None:
         width = total // shape[0]
         rows = max(1, min(_CHUNK // max(1, width), shape[0]) // _PACKED) * _PACKED
         size, apart = (rows, *shape[1:]), ranks * width
         before = e.Mul(e.cast(e.scalar("rank"), "uint32"), e.const(ahead_of(width)))
         if not e.at.branches:
-            return [write(shape, Part(before, apart))]
+            return [draw(shape, stream, Part(before, apart))]
         ahead = e.Add(e.const(ahead_of(np.arange(0, shape[0], rows) * apart)), before)
     elif total >= _LARGE and e.at.host:
         chunk = next((size for size in range(_CHUNK, _CHUNK // 16, -1) if total % size == 0), _CHUNK)
         size, apart, ahead = (chunk,), None, e.const(ahead_of(np.arange(0, total, chunk)))
     else:
-        return [write(shape, None)]
-    (whole,) = by_chunks(e, [ahead], lambda before: [write(size, Part(before, apart))])
+        return [draw(shape, stream, None)]
+    (whole,) = by_chunks(e, [ahead], lambda before: [draw(size, stream, Part(before, apart))])
     if math.prod(size_of(whole)) != total:
         whole = e.Slice(e.reshape(whole, (-1,)), e.ints(0), e.ints(total))
     return [e.reshape(Value(whole.name, whole.dtype), shape)]
@@ -97,26 +127,24 @@ def seed_initializer(e: Emitter, op: Operator) -> list[Value]:
 @lowering_rule(own("UniformInitializer"))
 def uniform_initializer(e: Emitter, op: Operator, seed: Value) -> list[Value]:
     """low + (high - low) * u, u uniform in [0, 1)."""
-    name, _, _ = _target(op)
     low, high = op.attrs["low"], op.attrs["high"]
 
-    def write(size: tuple[int, ...], part: Part | None) -> Value:
-        u = uniform(e, size, seed, e.const(_STEP, "uint32"), stream_of(name), part)
-        return e.Add(e.Mul(u, e.like(high - low, u)), e.like(low, u), shape=size)
+    def draw(size: tuple[int, ...], streams: Streams, part: Part | None) -> Value:
+        u = uniform(e, size, seed, e.const(_STEP, "uint32"), streams, part)
+        return e.Add(e.Mul(u, e.like(high - low, u)), e.like(low, u))
 
-    return _drawn(e, op, write)
+    return _drawn(e, op, draw)
 
 
 @lowering_rule(own("NormalInitializer"))
 def normal_initializer(e: Emitter, op: Operator, seed: Value) -> list[Value]:
     """mean + std * z, z standard normal."""
-    name, _, _ = _target(op)
 
-    def write(size: tuple[int, ...], part: Part | None) -> Value:
-        z = normal(e, size, seed, e.const(_STEP, "uint32"), stream_of(name), part)
-        return e.Add(e.Mul(z, e.like(op.attrs["std"], z)), e.like(op.attrs["mean"], z), shape=size)
+    def draw(size: tuple[int, ...], streams: Streams, part: Part | None) -> Value:
+        z = normal(e, size, seed, e.const(_STEP, "uint32"), streams, part)
+        return e.Add(e.Mul(z, e.like(op.attrs["std"], z)), e.like(op.attrs["mean"], z))
 
-    return _drawn(e, op, write)
+    return _drawn(e, op, draw)
 
 
 @lowering_rule(own("TruncatedNormalInitializer"))
@@ -126,20 +154,19 @@ def truncated_normal_initializer(e: Emitter, op: Operator, seed: Value) -> list[
     The inverse error function is a polynomial in w = -log(1 - x * x) < 5 (Giles, "Approximating the erfinv
     function", 2010), which |x| <= erf(sqrt(2)) keeps below 2.5.
     """
-    name, _, _ = _target(op)
     reach = math.erf(math.sqrt(2))
 
-    def write(size: tuple[int, ...], part: Part | None) -> Value:
-        u = uniform(e, size, seed, e.const(_STEP, "uint32"), stream_of(name), part)
+    def draw(size: tuple[int, ...], streams: Streams, part: Part | None) -> Value:
+        u = uniform(e, size, seed, e.const(_STEP, "uint32"), streams, part)
         x = e.Add(e.Mul(u, e.like(2 * reach, u)), e.like(-reach, u))
         w = e.Add(e.Neg(e.Log(e.Sub(e.like(1, u), e.Mul(x, x)))), e.like(-2.5, u))
         series = e.like(_ERFINV[0], u)
         for coefficient in _ERFINV[1:]:
             series = e.Add(e.Mul(series, w), e.like(coefficient, u))
         z = e.Mul(e.Mul(series, x), e.like(math.sqrt(2) * op.attrs["std"], u))
-        return e.Add(z, e.like(op.attrs["mean"], u), shape=size)
+        return e.Add(z, e.like(op.attrs["mean"], u))
 
-    return _drawn(e, op, write)
+    return _drawn(e, op, draw)
 
 
 @lowering_rule(own(CONSTANT))

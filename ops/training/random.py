@@ -47,6 +47,9 @@ from amp_transpiler.ops.common import makes_multiples, size_of, times
 #: Metadata entry of a Dropout: the stream of its mask, unique in its program.
 MASK_ID = "mask_id"
 
+#: The number of a stream, or those of several.
+Streams = int | Sequence[int]
+
 _WORD = 1 << 32
 _WEYL = 0x9E3779B9
 _KEY1, _KEY2 = (0x7F4A7C15, 0x2545F491), (0xBF58476D, 0x94D049BB)
@@ -100,8 +103,15 @@ def _mix(e: Emitter, x: Value) -> Value:
     return _finish(e, _permute(e, x, one), one)
 
 
-def _keys(e: Emitter, seed: Value, step: Value, stream: int) -> tuple[Value, Value]:
-    """k1, k2 of a stream: two words of (seed, step), scrambled once per graph, and two constants of the stream."""
+def _listed(streams: Streams) -> Sequence[int]:
+    return [streams] if isinstance(streams, int) else streams
+
+
+def _keys(e: Emitter, seed: Value, step: Value, streams: Streams) -> tuple[Value, Value]:
+    """k1, k2 of a stream: two words of (seed, step), scrambled once per graph, and two constants of the stream.
+
+    Of several streams they are [streams, 1, 1].
+    """
     names = f"{seed.name} {step.name}"
     if names not in e.shared:
         if e.ranked:  # each rank draws masks of its own
@@ -110,8 +120,12 @@ def _keys(e: Emitter, seed: Value, step: Value, stream: int) -> tuple[Value, Val
         both = _mix(e, e.Add(_mix(e, e.Add(seed, starts)), e.Mul(step, strides)))
         first, second = (e.reshape(word, ()) for word in e.Split(both, axis=0, num_outputs=2, outputs=2))
         e.shared[names] = (first, e.Add(second, second))
-    first, second = e.shared[names]
-    return e.Add(first, _word(e, mix(stream))), e.Add(second, _word(e, 2 * mix(stream ^ _WEYL) + 1))
+    streams = _listed(streams)
+    numbers = [(mix(stream), (2 * mix(stream ^ _WEYL) + 1) % _WORD) for stream in streams]
+    sizes = () if len(streams) == 1 else (len(streams), 1, 1)
+    own = (e.const(np.array(row, np.uint32).reshape(sizes)) for row in zip(*numbers, strict=True))
+    k1, k2 = (e.Add(word, number) for word, number in zip(e.shared[names], own, strict=True))
+    return k1, k2
 
 
 def _split(shape: Sequence[int]) -> tuple[int, int]:
@@ -138,15 +152,21 @@ class Part(NamedTuple):
 
 
 def random_bits(
-    e: Emitter, shape: Sequence[int], seed: Value, step: Value, stream: int, first: int = 0, part: Part | None = None
+    e: Emitter,
+    shape: Sequence[int],
+    seed: Value,
+    step: Value,
+    streams: Streams,
+    first: int = 0,
+    part: Part | None = None,
 ) -> Value:
     """uint32 words of which the upper 24 bits are random: those of the elements from ``first`` on, or of a ``part``.
 
-    ``seed`` and ``step`` are uint32 scalars.
+    ``seed`` and ``step`` are uint32 scalars. Of several streams they are [streams, …].
     """
-    k1, k2 = _keys(e, seed, step, stream)
-    total, (lines, line) = math.prod(shape), _split(shape)
-    apart = line
+    k1, k2 = _keys(e, seed, step, streams)
+    total, (lines, line), many = math.prod(shape), _split(shape), len(_listed(streams))
+    apart, lead = line, (many,) * (many > 1)
     if part is not None:
         k1 = e.Add(k1, part.ahead)
         if part.apart is not None:
@@ -158,8 +178,8 @@ def random_bits(
     doubled = e.Add(e.Add(row, e.Add(row, _word(e, 1))), e.const(steps * np.uint32(2)))  # 2 x + 1
     x = _finish(e, e.Mul(x, doubled), k2)
     if lines * line != total:
-        x = e.Slice(e.reshape(x, [-1]), e.ints(0), e.ints(total))
-    return e.reshape(Value(x.name, x.dtype), shape)
+        x = e.Slice(e.reshape(x, [*lead, -1]), e.ints(0), e.ints(total), e.ints(1) if lead else None)
+    return e.reshape(Value(x.name, x.dtype), (*lead, *shape))
 
 
 def _shared_words(e: Emitter, shape: Sequence[int], seed: Value, step: Value) -> Value:
@@ -187,18 +207,21 @@ def _fraction(e: Emitter, bits: Value, first: int) -> Value:
     return e.Mul(e.Add(k, e.like(first, k)) if first else k, e.like(2.0**-24, k))
 
 
-def uniform(e: Emitter, shape: Sequence[int], seed: Value, step: Value, stream: int, part: Part | None = None) -> Value:
-    """float32 uniform in [0, 1), multiples of 2**-24."""
-    u = _fraction(e, random_bits(e, shape, seed, step, stream, part=part), 0)
-    return Value(u.name, u.dtype, tuple(shape))
+def uniform(
+    e: Emitter, shape: Sequence[int], seed: Value, step: Value, streams: Streams, part: Part | None = None
+) -> Value:
+    """float32 uniform in [0, 1), multiples of 2**-24; of several streams [streams, …]."""
+    return _fraction(e, random_bits(e, shape, seed, step, streams, part=part), 0)
 
 
-def normal(e: Emitter, shape: Sequence[int], seed: Value, step: Value, stream: int, part: Part | None = None) -> Value:
-    """float32 standard normal, |z| < 5.8 (Box & Muller 1958, the cosine half)."""
-    radius = _fraction(e, random_bits(e, shape, seed, step, stream, part=part), 1)  # (0, 1]: a finite logarithm
-    angle = _fraction(e, random_bits(e, shape, seed, step, mix(stream + 1), part=part), 0)
-    z = e.Mul(e.Sqrt(e.Mul(e.Log(radius), e.like(-2, radius))), e.Cos(e.Mul(angle, e.like(2 * math.pi, angle))))
-    return Value(z.name, z.dtype, tuple(shape))
+def normal(
+    e: Emitter, shape: Sequence[int], seed: Value, step: Value, streams: Streams, part: Part | None = None
+) -> Value:
+    """float32 standard normal, |z| < 5.8 (Box & Muller 1958, the cosine half); of several streams [streams, …]."""
+    others = [mix(stream + 1) for stream in _listed(streams)]
+    radius = _fraction(e, random_bits(e, shape, seed, step, streams, part=part), 1)  # (0, 1]: a finite logarithm
+    angle = _fraction(e, random_bits(e, shape, seed, step, others, part=part), 0)
+    return e.Mul(e.Sqrt(e.Mul(e.Log(radius), e.like(-2, radius))), e.Cos(e.Mul(angle, e.like(2 * math.pi, angle))))
 
 
 def kept_of(mask: Value, value: Value) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import NormalDist
 from typing import Any
 
@@ -208,3 +209,27 @@ def test_constants_need_no_session_and_are_what_one_gives() -> None:
         found = scope.find_var(name)
         assert found.astype(expected.dtype).tobytes() == expected.tobytes(), name
     assert {op.type for op in startup.operators} == {"ConstantInitializer"}
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 7), (32, 3), (128, 128)], ids=str)
+@pytest.mark.parametrize(
+    "kind", [I.Uniform(-2, 3), I.Normal(1, 2), I.TruncatedNormal(1, 0.5)], ids=["uniform", "normal", "truncated"]
+)
+def test_small_variables_are_drawn_together(kind: I.Initializer, shape: tuple[int, ...]) -> None:
+    """As each is by itself, however many there are; what kernels do not compute in whole vectors stays apart."""
+
+    def build(names: list[str], dtype: str = "float32") -> None:
+        for name in names:
+            nn.create_parameter(list(shape), dtype, name, kind)
+
+    names = [f"w{number}" for number in range(70)]
+    found = initial(lambda: build(names), seed=7)
+    for name in names[:2] + names[-2:]:
+        assert found[name].tobytes() == initial(partial(build, [name]), seed=7)[name].tobytes()
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup):
+        build(names)
+        build(["half"], "float16")
+    hashed = sum(node.op_type == "BitShift" for node in startup.lower(amp.CPUPlace()).model.graph.node)
+    together = isinstance(kind, I.Uniform) or math.prod(shape) % 16 == 0
+    assert hashed <= 8 + 4 * (1 + 70 * math.prod(shape) // 2**20) if together else hashed > 2 * 70

@@ -15,7 +15,7 @@ from amp_transpiler import distributed
 from amp_transpiler.nn import functional as F
 from amp_transpiler.ops.training import initializers
 from amp_transpiler.runtime import shards
-from amp_transpiler.runtime.plan import startup_parts
+from amp_transpiler.runtime.startup_run import startup_parts
 from tests.helpers.cuda_kernels import without_cuda_kernel
 from tests.helpers.dealt import BATCH, batch, dealing
 from tests.helpers.sessions import session
@@ -265,7 +265,8 @@ def test_a_rank_draws_its_own_rows_on_cuda() -> None:
     wanted, _ = drawn(make, 301, dealt=False)()
 
     def run() -> np.ndarray:
-        _, rest, held = startup_parts(with_table(make, 301, dealt=True))
+        parts = startup_parts(with_table(make, 301, dealt=True))
+        rest, held = parts.rest, parts.held
         assert rest is not None and held
         model = rest.lower(amp.CUDAPlace(0), fetches=[rest.var("table")]).model
         assert not without_cuda_kernel(onnx.shape_inference.infer_shapes(model))

@@ -31,6 +31,7 @@ from amp_transpiler.runtime import (
     global_scope,
     scope_guard,
 )
+from amp_transpiler.runtime.startup_run import startup_parts
 from tests.helpers.on_places import needs
 from tests.helpers.running import FEED, ROW, W, X, program_of, started
 
@@ -330,6 +331,25 @@ def test_startup_operators_read_what_others_initialised(exe: Executor, scope: Sc
     assert scope.find_var("w_fp32_master_0").tolist() == [1.5, 70000]
     assert fetched.dtype == np.float16 and scope.find_var("h").tolist() == [1.5, np.inf] == fetched.tolist()
     assert scope.ort_values["w"].data_ptr() != scope.ort_values["w_fp32_master_0"].data_ptr()
+
+
+def test_copies_take_no_session(exe: Executor, scope: Scope) -> None:
+    """But one that is read, or fetched, is made in it."""
+    startup = Program("startup")
+    w = startup.add_variable("w", "float32", [2], persistable=True, data=np.array([1.5, -0.0], np.float32))
+    startup.add_operator("ArrayInitializer", [], [w], domain="amp_transpiler")
+    for name in ("first", "second"):
+        startup.add_operator("Identity", [w], [startup.add_variable(name, "float32", [2], persistable=True)])
+    parts = startup_parts(startup)
+    assert parts.rest is None and parts.copies == [("first", "w"), ("second", "w")]
+    third = startup.add_variable("third", "float32", [2], persistable=True)
+    startup.add_operator("Identity", [startup.var("second")], [third])
+    parts = startup_parts(startup, ["first", 0])
+    assert parts.copies == [("third", "second")] and parts.rest is not None and len(parts.rest.operators) == 2
+    (fetched,) = exe.run(startup, fetch_list=["first"], scope=scope)
+    for value in (fetched, *map(scope.find_var, ("first", "second", "third"))):
+        assert value.tobytes() == np.array([1.5, -0.0], np.float32).tobytes()
+    assert len({value.data_ptr() for value in scope.ort_values.values()}) == 4
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from amp_transpiler.ir.tensors import as_array, tensor_type, to_proto
 from amp_transpiler.ir.types import HALF, ONNX_TYPES
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
 from amp_transpiler.ops.training.exchange import meets
+from amp_transpiler.ops.training.initializers import drawn_together
 from amp_transpiler.ops.training.rows import joined, remember_state, state_as
 from amp_transpiler.ops.training.seeds import SEED, STEP
 from amp_transpiler.passes.lowering.arithmetic import Arithmetic, kernels_of
@@ -92,7 +93,7 @@ class _Emission(EmulatedStorage):
         self.named: dict[Variable, str] = {}  # tensors of nested graphs: a graph beside may have such variables too
         self.result = Lowered(onnx.ModelProto(), place, given=self.e.given)
         self.layout = flat_layout(self.order, self.updates, self.shapes, place, self.left)
-        self.e.rows = self.layout.rows
+        self.e.rows, self.e.together = self.layout.rows, drawn_together(self.order)
         self.biased = biased_products(self.order, place, wanted.keep_fp32, self.fetches)
         self.sums = running_sums(self.order, place, wanted.keep_fp32, self.fetches)
         self.domains = {"": self.e.opset}
@@ -138,9 +139,7 @@ class _Emission(EmulatedStorage):
             for v in (*op.inputs, *op.captures):
                 if v is not None and v.producer is None and v not in self.left:
                     seen.setdefault(v.key, v)
-        for v in (*self.fetches, *self.updates.values()):
-            if v.producer is None:
-                seen.setdefault(v.key, v)
+        seen |= {v.key: v for v in (*self.fetches, *self.updates.values()) if v.producer is None}
         return [seen[key] for key in sorted(seen)]
 
     def _source(self, variable: Variable) -> None:
