@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable
+from functools import lru_cache
 
 import numpy as np
 import onnx
@@ -183,8 +184,15 @@ def constant_initializer(e: Emitter, op: Operator) -> list[Value]:
 def constant_content(op: Operator) -> np.ndarray:
     """What a ``ConstantInitializer`` writes, as an array."""
     _, dtype, shape = _target(op)
-    number = _number(op).astype(numpy_dtype(_computed(dtype)))
-    return np.broadcast_to((number + np.zeros_like(number)).astype(numpy_dtype(dtype)), shape)
+    return np.broadcast_to(_content(op.attrs.proto("value").t.SerializeToString(deterministic=True), dtype), shape)
+
+
+@lru_cache(maxsize=256)
+def _content(tensor: bytes, dtype: str) -> np.ndarray:
+    """The scalar of a serialized tensor as a constant of type ``dtype``; states of optimizers are few constants."""
+    number = onnx.numpy_helper.to_array(onnx.TensorProto.FromString(tensor)).reshape(())
+    number = number.astype(numpy_dtype(_computed(dtype)))
+    return (number + np.zeros_like(number)).astype(numpy_dtype(dtype))
 
 
 def _number(op: Operator) -> np.ndarray:
