@@ -22,7 +22,7 @@ from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import OWN, Operator
 from amp_transpiler.ir.opdef import lowering_rule, own
 from amp_transpiler.ir.types import FLOATS, HALF, numpy_dtype
-from amp_transpiler.ops.common import size_of
+from amp_transpiler.ops.common import pieces, size_of
 from amp_transpiler.ops.training.chunks import by_chunks
 from amp_transpiler.ops.training.random import Part, Streams, ahead_of, normal, stream_of, uniform
 
@@ -95,11 +95,11 @@ def _drawn(e: Emitter, op: Operator, draw: Callable[[tuple[int, ...], Streams, P
     stream, total = stream_of(name), math.prod(shape)
     together = e.together.get(op.key)
     if together is not None:
-        key = f"drawn with {_target(together[0])[0]}"
-        if key not in e.shared:
+        if _drawn_of(op) not in e.shared:
             whole = draw(shape, [stream_of(_target(each)[0]) for each in together], None)
-            e.shared[key] = e.Split(whole, axis=0, num_outputs=len(together), outputs=len(together))
-        return [e.reshape(e.shared[key][together.index(op)], shape)]
+            parts = pieces(e, whole, 0, [1] * len(together))
+            e.shared |= {_drawn_of(each): (part,) for each, part in zip(together, parts, strict=True)}
+        return [e.reshape(e.shared[_drawn_of(op)][0], shape)]
     if ranks is not None:
         width = total // shape[0]
         rows = max(1, min(_CHUNK // max(1, width), shape[0]) // _PACKED) * _PACKED
@@ -117,6 +117,10 @@ def _drawn(e: Emitter, op: Operator, draw: Callable[[tuple[int, ...], Streams, P
     if math.prod(size_of(whole)) != total:
         whole = e.Slice(e.reshape(whole, (-1,)), e.ints(0), e.ints(total))
     return [e.reshape(Value(whole.name, whole.dtype), shape)]
+
+
+def _drawn_of(op: Operator) -> str:
+    return f"drawn of {op.key}"
 
 
 @lowering_rule(own("SeedInitializer"))
