@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -56,7 +56,7 @@ from amp_transpiler.runtime.session import Settings, check_model, create_session
 from amp_transpiler.runtime.session_cache import SessionCache
 from amp_transpiler.runtime.shards import Sent, run_updates, settle
 from amp_transpiler.runtime.staging import Prefetch, staged
-from amp_transpiler.runtime.startup_run import startup_parts
+from amp_transpiler.runtime.startup_run import startup_parts, startup_settings
 from amp_transpiler.runtime.states import fetched_state
 from amp_transpiler.warn import warn_user
 
@@ -317,7 +317,7 @@ class Executor:
             program, self.place.kind, tensors_fed, fetches, updates, (), others, True, arithmetic_of(self.place)
         )
         in_place = bool(lowered.updates) and not plan.initialises and place_traits(self.place.kind).in_place
-        settings = replace(self.settings, cuda_graph=self.settings.cuda_graph and not plan.initialises)
+        settings = startup_settings(self.settings, program, self.place) if plan.initialises else self.settings
         if settings.cuda_graph:
             check_capturable(lowered, program.name)
         startup = program.startup.name if program.startup is not None else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,13 @@ import numpy as np
 from amp_transpiler.ir.metadata import INITIALIZER
 from amp_transpiler.ir.nodes import OWN, Operator, Variable
 from amp_transpiler.ir.tensors import tensor_array
-from amp_transpiler.ops.training.initializers import CONSTANT, constant_content
+from amp_transpiler.lists import place_traits
+from amp_transpiler.ops.training.initializers import CONSTANT, constant_content, takes_one_thread
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.dealt import dealt_variables, hold_rows, own_rows
+from amp_transpiler.runtime.session import Settings
 from amp_transpiler.runtime.shards import elsewhere
 
 
@@ -72,6 +74,12 @@ def startup_parts(program: Program, fetched: Collection[int | str] = ()) -> Star
     held = dealt and hold_rows(rest)
     here = [(target, source) for target, source in copies if target not in others]
     return StartupParts(arrays, rest if rest.operators else None, here, held)
+
+
+def startup_settings(settings: Settings, program: Program, place: Place) -> Settings:
+    """How the session of a startup program is made: it draws the same numbers on any machine, and runs once."""
+    one = place_traits(place.kind).host and takes_one_thread(program.operators)
+    return replace(settings, cuda_graph=False, threads=1 if one else settings.threads)
 
 
 def _copied(op: Operator, fetched: Collection[int | str], others: Collection[str]) -> tuple[str, str] | None:

@@ -85,6 +85,12 @@ def drawn_together(order: Iterable[Operator]) -> dict[int, list[Operator]]:
     return found
 
 
+def takes_one_thread(operators: Iterable[Operator]) -> bool:
+    """Whether what operators draw on the host depends on the number of threads: the last few elements of those that a
+    thread is given, which fill no vector, have logarithms and cosines of their own."""
+    return any(op.type in DRAWN and op.type != "UniformInitializer" and op.domain == OWN for op in operators)
+
+
 def _drawn(e: Emitter, op: Operator, draw: Callable[[tuple[int, ...], Streams, Part | None], Value]) -> list[Value]:
     """What ``draw`` makes of a shape, of streams, and of a part of the stream (None: its first elements).
 

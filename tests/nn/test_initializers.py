@@ -233,3 +233,19 @@ def test_small_variables_are_drawn_together(kind: I.Initializer, shape: tuple[in
     hashed = sum(node.op_type == "BitShift" for node in startup.lower(amp.CPUPlace()).model.graph.node)
     together = isinstance(kind, I.Uniform) or math.prod(shape) % 16 == 0
     assert hashed <= 8 + 4 * (1 + 70 * math.prod(shape) // 2**20) if together else hashed > 2 * 70
+
+
+@pytest.mark.parametrize(
+    "kind", [I.Uniform(-2, 3), I.Normal(1, 2), I.TruncatedNormal(1, 0.5)], ids=["uniform", "normal", "truncated"]
+)
+def test_a_seed_gives_the_same_numbers_on_any_number_of_threads(kind: I.Initializer) -> None:
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), unique_name.guard():
+        for number, shape in enumerate([(50001,), (128, 128), (128, 128), (301, 77)]):
+            nn.create_parameter(list(shape), "float32", f"w{number}", kind)
+    found = []
+    for threads in (1, 3, 5):
+        scope = amp.Scope()
+        amp.Executor(amp.CPUPlace(), threads=threads).run(startup, scope=scope)
+        found.append({name: scope.find_var(name).tobytes() for name in scope.var_names()})
+    assert found[0] == found[1] == found[2]
