@@ -12,7 +12,7 @@ So one node of each kind is loaded, with the sizes of the new model, and the sha
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
 import onnx
 
@@ -88,29 +88,11 @@ class SizeCheck:
         #: Of each tensor the first one whose shape was equal each time, and the shapes that were the same each time.
         self.same = {n: first.setdefault(n if _may_say_sizes(c[0]) else c, n) for n, c in columns.items()}
         self.fixed = {name: columns[name][0] for name in first.values() if name not in vary}
-        kinds: dict[Hashable, onnx.NodeProto] = {}
-        within = set[str]()
-        for node in nodes:
-            if vary.isdisjoint(used_tensors([node])) and vary.isdisjoint(node.output):
-                continue
-            read = [self.same.get(name, name) for name in node.input]
-            made = (self.same.get(name, name) for name in node.output)
-            nested = [graph.SerializeToString(deterministic=True) for graph in nested_graphs(node)]
-            kind = (node.op_type, node.domain, *read, ":", *made, *settings(node), *nested)
-            if kind in kinds:
-                continue
-            for name in used_tensors([node]) - set(node.input) - within if nested else ():
-                if self.same.get(name, name) != name:  # graphs go on reading what they read
-                    kinds[name] = onnx.helper.make_node("Identity", [self.same[name]], [name])
-                    within.add(name)
-            kinds[kind] = twin = onnx.NodeProto()
-            twin.CopyFrom(node)
-            twin.input[:] = read
-            within.update(node.output)
-            _forget_sizes(twin)
+        kinds = self._kinds(node for node in nodes if not vary.isdisjoint((*used_tensors([node]), *node.output)))
+        within = {name for node in kinds for name in node.output}
         self.head = _without_graph(opened.model)
-        self.head.graph.node.extend(kinds.values())
-        self.used = used_tensors(list(kinds.values()))
+        self.head.graph.node.extend(kinds)
+        self.used = used_tensors(kinds)
         self.differ = self.used - self.fixed.keys() - within
         unseen = {name for node in nodes for name in node.output} - columns.keys()
         #: Whether the part tells, which it does where all shapes in it are known.
@@ -121,6 +103,31 @@ class SizeCheck:
             onnx.helper.make_tensor_value_info(name, *self.fixed[name])
             for name in sorted(self.used & self.fixed.keys() - within)
         )
+
+    def _kinds(self, nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
+        """One of each kind of these nodes, which reads the first of the tensors of equal shapes.
+
+        Graphs go on reading the tensors that they read: those are made of the first ones.
+        """
+        found: dict[Hashable, onnx.NodeProto] = {}
+        made = set[str]()
+        for node in nodes:
+            read = [self.same.get(name, name) for name in node.input]
+            makes = (self.same.get(name, name) for name in node.output)
+            graphs = [graph.SerializeToString(deterministic=True) for graph in nested_graphs(node)]
+            kind = (node.op_type, node.domain, *read, ":", *makes, *settings(node), *graphs)
+            if kind in found:
+                continue
+            for name in sorted(used_tensors([node]) - set(node.input) - made) if graphs else ():
+                if self.same.get(name, name) != name:
+                    found[name] = onnx.helper.make_node("Identity", [self.same[name]], [name])
+                    made.add(name)
+            found[kind] = twin = onnx.NodeProto()
+            twin.CopyFrom(node)
+            twin.input[:] = read
+            _forget_sizes(twin)
+            made.update(node.output)
+        return list(found.values())
 
     def part(self, sample: Sized) -> onnx.ModelProto:
         """A node of each kind that reads or makes what differs in size, with the sizes of this model."""
