@@ -1,7 +1,8 @@
 """Feeds of random sizes, which may not fit together, through one executor, and through one with a session for each shape.
 
-``python -m tests.tools.sizes_run [FEEDS] [SEED]`` (default 60, 0) trains three nets in fp32 and in pure fp16: attention,
-convolutions with strides and pooling, and one that joins two feeds and adds a third. Both executors must give the same
+``python -m tests.tools.sizes_run [FEEDS] [SEED]`` (default 60, 0) trains four nets in fp32 and in pure fp16: attention,
+convolutions with strides and pooling, one that joins two feeds and adds a third, and a recurrent one behind a large table,
+of which the update takes the rows of a batch. Both executors must give the same
 losses to the bit, refuse the same feeds, and end in the same state. It prints how many sessions either made.
 """
 
@@ -45,6 +46,14 @@ def joined() -> Any:
     with amp.fp16_guard():
         both = F.concat([amp.nn.fc(x, 8, act="relu"), amp.nn.fc(y, 8)], 0)
         logits = amp.nn.fc(amp.nn.layer_norm(both + amp.nn.fc(z, 8)), 5)
+    return F.cross_entropy(logits, label)
+
+
+def recurrent() -> Any:
+    ids, label = amp.data("ids", [None, None], "int64"), amp.data("label", [None, 1], "int64")
+    with amp.fp16_guard():
+        every, _, _ = amp.nn.lstm(amp.nn.embedding(ids, [40000, 16]), 8)
+        logits = amp.nn.fc(F.mean(every, axis=[1]), 5)
     return F.cross_entropy(logits, label)
 
 
@@ -95,7 +104,7 @@ def trained(build: Callable[[], Any], pure: bool, feeds: list[Feed]) -> tuple[li
 def main() -> None:
     """Run and print; ends with an error where anything differs."""
     count, seed = (int(text) for text in [*sys.argv[1:], *["60", "0"][len(sys.argv) - 1 :]])
-    nets = {"attention": attention, "pooled": pooled, "joined": joined}
+    nets = {"attention": attention, "pooled": pooled, "joined": joined, "recurrent": recurrent}
     for net, build in nets.items():
         rng = np.random.default_rng(seed)
         feeds = [feed(net, rng) for _ in range(count)]
