@@ -35,7 +35,7 @@ _HEAD = """\
 #
 # `sums`: every partial result of these sums is rounded to 16 bit, and so is each product. By the order of additions:
 #   "in turn"  each summand is added to the sum of those before it; of a convolution the channels of a kernel position
-#              come before its next position
+#              come before its next position; of a scatter threads may pass each other
 #   "fours"    sums of four, in turn, are added in turn
 #   "lanes"    64 sums of every 64th summand, in turn, are added by halves; "128 lanes", "256 lanes": as many
 # `where` names what else must hold of the operands; the first entry that holds counts.
@@ -94,6 +94,9 @@ def order_of(case: Sum) -> str | None:
     together = case.count - np.asarray(case.add(rows), np.float64) / _TINY
     if np.allclose(together, 2, atol=0.5):
         return None
+    lost = np.round(together)
+    if case.atomic and np.allclose(together, lost, atol=0.25) and lost.min() >= 2 and lost.max() <= case.count:
+        return ORDERS[0].name  # what was added between the two was lost, whoever came when
     for order in ORDERS:
         expected = [order.together(i, j, case.count) for i, j in pairs]
         if np.allclose(together, expected, atol=0.25):
