@@ -83,11 +83,14 @@ def startup_settings(settings: Settings, program: Program, place: Place) -> Sett
 
 
 def _copied(op: Operator, fetched: Collection[int | str], others: Collection[str]) -> tuple[str, str] | None:
-    """The variable that a startup operator gives the value of another one, and this one, where no operator reads it."""
+    """The variable that a startup operator gives the value of another one that the program writes, and this one.
+
+    None where an operator reads it.
+    """
     source, target = (op.input(0), op.outputs[0]) if op.type == "Identity" and not op.domain else (None, None)
     if source is None or target is None or not (source.persistable and target.persistable):
         return None
-    apart = target.readers or target.name in fetched or source.name in others
+    apart = source.producer is None or target.readers or target.name in fetched or source.name in others
     return None if apart or target.dtype is None or source.dtype != target.dtype else (target.name, source.name)
 
 

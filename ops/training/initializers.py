@@ -185,7 +185,7 @@ def constant_initializer(e: Emitter, op: Operator) -> list[Value]:
     """One value everywhere; no tensor of the full size is stored in the model."""
     _, dtype, shape = _target(op)
     computed = _computed(dtype)
-    scalar = e.const(_number(op).astype(numpy_dtype(computed)))
+    scalar = e.const(onnx.numpy_helper.to_array(op.attrs["value"]).reshape(()), computed)
     scalar = e.Add(scalar, e.cast(e.scalar("zero"), computed), shape=())
     scalar = e.cast(scalar, dtype) if dtype not in HALF else scalar
     return [scalar if not shape else e.Expand(scalar, e.ints(*shape), shape=shape)]
@@ -203,10 +203,6 @@ def _content(tensor: bytes, dtype: str) -> np.ndarray:
     number = onnx.numpy_helper.to_array(onnx.TensorProto.FromString(tensor)).reshape(())
     number = number.astype(numpy_dtype(_computed(dtype)))
     return (number + np.zeros_like(number)).astype(numpy_dtype(dtype))
-
-
-def _number(op: Operator) -> np.ndarray:
-    return onnx.numpy_helper.to_array(op.attrs["value"]).reshape(())
 
 
 def _computed(dtype: str) -> str:

@@ -94,8 +94,8 @@ def order_of(case: Sum) -> str | None:
     together = case.count - np.asarray(case.add(rows), np.float64) / _TINY
     if np.allclose(together, 2, atol=0.5):
         return None
-    lost = np.round(together)
-    if case.atomic and np.allclose(together, lost, atol=0.25) and lost.min() >= 2 and lost.max() <= case.count:
+    counts = np.round(together)
+    if case.atomic and np.allclose(together, counts, atol=0.25) and counts.min() >= 2 and counts.max() <= case.count:
         return ORDERS[0].name  # what was added between the two was lost, whoever came when
     for order in ORDERS:
         expected = [order.together(i, j, case.count) for i, j in pairs]
