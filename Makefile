@@ -22,12 +22,12 @@ test: $(VENV)/.test
 	status=$$?; cd "$$here"; rm -rf "$$tmp"; exit $$status
 	$(PY) -m pytest -q -m "not gpu and not webgpu" -n auto --dist loadfile
 
-# Runs the tests marked gpu; a machine that cannot run them says so and passes.
+# Runs the tests marked gpu, and what proves rules, computed there; a machine that cannot run them says so and passes.
 test-gpu: $(VENV)/.test
 	@if ! $(PY) -m tests.tools.gpu_device --driver; then exit 0; fi; \
 	$(PY) -m tests.tools.gpu_device >/dev/null 2>&1 || $(INSTALL) '.[test,cuda]'; \
 	if ! $(PY) -m tests.tools.gpu_device; then exit 0; fi; \
-	$(PY) -m pytest -q -m gpu
+	$(PY) -m pytest -q -m gpu && $(PY) -m pytest -q --place cuda -m rules tests/ops
 
 # Runs what computes on WebGPU: on the machine's GPU, else in software. VULKAN=install: with apt-get, where no driver is.
 test-webgpu: $(VENV)/.test

@@ -15,7 +15,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.lists import place_kinds, place_traits
 from amp_transpiler.passes.lowering.place import Place
-from tests.helpers import sessions, webgpu_sessions
+from tests.helpers import cuda_sessions, sessions, webgpu_sessions
 from tests.helpers.cuda_kernels import without_kernel
 
 _CLASSES = {"cpu": amp.CPUPlace, "cuda": amp.CUDAPlace, "webgpu": amp.WebGPUPlace}
@@ -74,6 +74,13 @@ def check_kernels(kind: str, model: onnx.ModelProto, what: str) -> None:
 
 def run_on(kind: str, model: onnx.ModelProto, feeds: dict[str, np.ndarray[Any, Any]]) -> list[Any]:
     """Every output of a model that was lowered for a place: computed there if --place names it, else on CPU."""
-    if chosen() == "webgpu" == kind:
-        return list(webgpu_sessions.session(model).run(None, feeds))
-    return sessions.run(model, feeds)
+    if chosen() != kind:
+        return sessions.run(model, feeds)
+    if kind == "cuda":
+        return cuda_sessions.run(model, feeds)
+    return list(webgpu_sessions.session(model).run(None, feeds))
+
+
+def computes(kind: str, dtype: str) -> bool:
+    """Whether :func:`run_on` takes an element type: onnxruntime computes no bfloat16 on CPU."""
+    return dtype != "bfloat16" or chosen() == kind

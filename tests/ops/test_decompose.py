@@ -17,6 +17,8 @@ from tests.corpora.fused_operators import KEPT, MS, ONE, PACKED, PLAIN, B, H, N,
 from tests.helpers.cuda_kernels import without_cuda_kernel
 from tests.helpers.sessions import run, session
 
+pytestmark = pytest.mark.rules
+
 Array = np.ndarray[Any, Any]
 
 

@@ -15,6 +15,8 @@ from tests.helpers.forwardcheck import check_forward
 from tests.helpers.gradcheck import check_gradient, few, gradient_model, gradient_values
 from tests.helpers.rules import run_cpu
 
+pytestmark = pytest.mark.rules
+
 Shape = tuple[int, ...]
 seeds = st.integers(0, 2**32 - 1)
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from tests.helpers.forwardcheck import check_forward
 from tests.helpers.gradcheck import check_gradient, few, gradient_model, gradient_values
 
+pytestmark = pytest.mark.rules
+
 Shape = tuple[int, ...]
 seeds = st.integers(0, 2**32 - 1)
 

@@ -17,6 +17,8 @@ from tests.helpers.gradcheck import Case, Gradient, check_gradient, gradient_mod
 from tests.helpers.rules import as_model, run_reference, tensor_info
 from tests.helpers.sessions import session
 
+pytestmark = pytest.mark.rules
+
 
 def normal(*shape: int) -> np.ndarray:
     return np.random.default_rng(sum(shape)).normal(size=shape)

@@ -21,6 +21,8 @@ from amp_transpiler.ops.window import Window
 from tests.helpers.gradcheck import check_gradient, few, gradient_model
 from tests.helpers.rules import as_model, run_cpu, run_reference, tensor_info
 
+pytestmark = pytest.mark.rules
+
 #: At the operator set of training programs these operators have no bfloat16 in their schema.
 FP16 = ("float16",)
 seeds = st.integers(0, 2**32 - 1)

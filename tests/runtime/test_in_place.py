@@ -225,9 +225,9 @@ def agrees(
     expected, seen = functional(source, states, {name: made[name] for name in states}, feeds, steps)
     for wanted in seen:
         for got, want in zip(step.run(scope, feeds, True), wanted, strict=True):
-            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     for name, want in expected.items():
-        np.testing.assert_allclose(scope.find_var(name), want, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(scope.find_var(name), want, rtol=1e-5, atol=1e-5)
     return step
 
 

@@ -22,11 +22,7 @@ PACKAGES = {"wheel": "onnxruntime-webgpu==1.27.0", "plugin": "onnxruntime-ep-web
 _OWN = ["tests/webgpu"]
 # Tests that take every place, and what proves rules, computed there.
 _SHARED = ["-m", "webgpu", "tests/runtime", "tests/optimizer/test_groups.py", "tests/optimizer/test_ema.py"]
-_PROVED = [
-    f"tests/ops/test_{of}.py"
-    for of in ("decompose", "gradients_data", "gradients_math", "gradients_more", "gradients_nn")
-]
-_RULES = ["--place", "webgpu", *_PROVED]
+_RULES = ["--place", "webgpu", "-m", "rules", "tests/ops"]
 SUITES = {"wheel": [_OWN], "plugin": [_OWN, [*_SHARED, "tests/whole/test_use_case.py"], _RULES]}
 """What pytest runs in each environment."""
 

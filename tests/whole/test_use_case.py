@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.lowering.place import Place
-from tests.helpers.on_places import PLACES, needs
+from tests.helpers.on_places import LOWERED, PLACES, needs
 from tests.helpers.programs import use_case_layers
 
 
@@ -95,6 +96,19 @@ def test_precision_of_every_operator(place: Place) -> None:
     pool = next(op for op in case.main.operators if op.type == "MaxPool")
     assert pool.inputs[0].producer.type == "Cast" and "black" in pool.reason
     assert all(op.reason for op in case.main.operators if op.role == "forward")
+
+
+@pytest.mark.parametrize("kind", LOWERED, ids=repr)
+def test_a_16_bit_variable_that_was_declared_fp32_is_fetched_as_fp32(kind: Place, tmp_path: Path) -> None:
+    case = UseCase(amp.CPUPlace())
+    fetched = case.test.var(case.test_prediction.name)
+    assert fetched.dtype == "float16"
+    case.test.lower(kind, {"image": (5, 1, 28, 28)}, [fetched]).to_onnx(tmp_path / "test.onnx")
+    model = onnx.load(tmp_path / "test.onnx")
+    (output,) = model.graph.output
+    assert (output.name, output.type.tensor_type.elem_type) == (fetched.name, onnx.TensorProto.FLOAT)
+    made = [name for node in model.graph.node for name in node.output]
+    assert len(made) == len(set(made)), "onnxruntime refuses two tensors of one name"
 
 
 def test_parameters_and_masters(place: Place) -> None:

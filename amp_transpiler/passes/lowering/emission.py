@@ -356,8 +356,7 @@ class _Emission(EmulatedStorage):
         """The outputs, and the tensors that are to be renamed for them."""
         self.e.prefix = ""
         taken = {i.name for i in self.inputs} | set(self.e.initializers)
-        rename: dict[str, str] = {}
-        outputs: list[onnx.ValueInfoProto] = []
+        rename, outputs = dict[str, str](), list[onnx.ValueInfoProto]()
         ports: dict[tuple[int, str | None], str] = {}
         wanted = [(v, v, (self.declared and v.declared) or v.dtype, self.result.fetches) for v in self.fetches]
         flat = self.layout.variables
@@ -370,6 +369,8 @@ class _Emission(EmulatedStorage):
                 if value.name in taken or value.name in rename:
                     value = self.e.op("Identity", value, dtype=value.dtype or "float32")
                 name = variable.name if variable.name not in taken else self.e.name(f"{variable.name}@OUT")
+                if (held := self.env[variable.key].name) == name != value.name:  # what the output was cast from
+                    rename[held] = self.e.name(f"{name}@HELD")
                 rename[value.name] = name
                 taken.add(name)
                 ports[variable.key, dtype] = name
