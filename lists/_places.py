@@ -39,6 +39,7 @@ class PlaceTraits:
     dtypes: tuple[str, ...]
     most_tensors: int
     most_pieces: int
+    by_address: bool
     flat_fewest: int
     flat_largest: int
     chunk_from: int

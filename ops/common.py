@@ -132,7 +132,8 @@ def pieces(e: Emitter, value: Value, axis: int, lengths: Sequence[int]) -> list[
     its kernel takes."""
     if len(lengths) == 1:
         return [value]
-    groups = grouped(lengths, e.at.most_pieces or len(lengths))
+    most = 0 if e.at.by_address else e.at.most_pieces  # there the lowering sees to it
+    groups = grouped(lengths, most or len(lengths))
     made = [sum(group) for group in groups] if len(groups) > 1 else lengths
     parts: Sequence[Value] = e.op("Split", value, e.ints(*made), outputs=len(made), dtype=value.dtype, axis=axis)
     if len(groups) == 1:

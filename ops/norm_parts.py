@@ -83,7 +83,7 @@ def slope_of(e: Emitter, scale: Value, r: Value) -> Value:
     """scale * r. The gradient of the last layer makes those of all layers before it."""
     if _slope_key(scale, r) not in e.shared:
         known = e.shared.pop(LAYERS, ())
-        pairs = list(zip(known[::2], known[1::2], strict=True))
+        pairs = sorted(zip(known[::2], known[1::2], strict=True), key=lambda pair: size_of(pair[0]))  # alike together
         pairs = pairs if (scale, r) in pairs else [(scale, r)]
         for pair, made in zip(pairs, products(e, pairs), strict=True):
             e.shared[_slope_key(*pair)] = (made,)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -169,15 +169,23 @@ def parts(e: Emitter, rows: Rows, value: Value) -> list[Value]:
 
 
 def state_as(e: Emitter, value: Value, dtype: str) -> Value:
-    """A state in another element type. The vectors of a flat state are cast together, or all that is in it."""
-    key, lies = f"{value.name} as {dtype}", e.shared.get(_lies_with(value))
-    if value.dtype == dtype or lies is None:
-        return e.cast(value, dtype)
-    if key not in e.shared:
+    """A state in another element type. The vectors of a flat state are cast together, or all that is in it; where a
+    Split makes pieces of one length alone, the small ones."""
+    key, lies = f"{value.name} as {dtype}", e.shared.get(_lies_with(value), ())
+    if value.dtype != dtype and key not in e.shared:
+        if e.at.by_address:
+            lies = tuple(v for v in _by_size(lies) if math.prod(_size(v)) <= _FEW)
         rows = Rows(tuple(range(len(lies))), tuple(v.shape or () for v in lies))
+        if value not in lies:
+            return e.cast(value, dtype)
         low = parts(e, rows, e.cast(joined(e, rows, lies), dtype))
         e.shared |= {f"{v.name} as {dtype}": (part,) for v, part in zip(lies, low, strict=True)}
-    return e.shared[key][0]
+    return value if value.dtype == dtype else e.shared[key][0]
+
+
+def _by_size(values: Iterable[Value]) -> list[Value]:
+    """Values in order of their sizes, so that those of one length lie beside each other."""
+    return sorted(values, key=lambda v: math.prod(_size(v)))
 
 
 def products(e: Emitter, pairs: Sequence[tuple[Value, Value]]) -> list[Value]:

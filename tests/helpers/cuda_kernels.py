@@ -1,4 +1,4 @@
-"""Which nodes of a model have no kernel on a place, by the recorded kernel registries."""
+"""Which nodes of a model have no kernel on a place, by the recorded kernel registries, or one that is slow."""
 
 from __future__ import annotations
 
@@ -33,6 +33,19 @@ def _allows(kernel: dict[str, int], types: dict[str, str]) -> bool:
 def without_cuda_kernel(model: onnx.ModelProto) -> list[str]:
     """``Type(type parameters)`` of each node that CUDA has no kernel for; all tensors must be typed."""
     return without_kernel(model, "CUDAExecutionProvider")
+
+
+def with_tables(model: onnx.ModelProto, most: int = 32) -> list[str]:
+    """The nodes for which CUDA's kernel makes a table as long as an axis, on the host and in every step."""
+    sizes = {tensor.name: onnx.numpy_helper.to_array(tensor).tolist() for tensor in model.graph.initializer}
+    found = []
+    for node in model.graph.node:
+        if node.op_type == "Concat" and len(node.input) > most:
+            found.append(node.name)
+        elif node.op_type == "Split":
+            uneven = len(node.input) > 1 and len(set(sizes[node.input[1]])) > 1
+            found += [node.name] if uneven or len(node.output) > most else []
+    return found
 
 
 def without_kernel(model: onnx.ModelProto, provider: str) -> list[str]:

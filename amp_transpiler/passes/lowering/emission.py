@@ -31,6 +31,7 @@ from amp_transpiler.ops.training.rows import joined, remember_state, state_as
 from amp_transpiler.ops.training.seeds import SEED, STEP
 from amp_transpiler.passes.lowering.arithmetic import Arithmetic, kernels_of
 from amp_transpiler.passes.lowering.biases import biased_products, emit_biased
+from amp_transpiler.passes.lowering.by_address import by_address
 from amp_transpiler.passes.lowering.channel_layout import as_image, by_channel, exchange
 from amp_transpiler.passes.lowering.columns import emit_column
 from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
@@ -98,7 +99,6 @@ class _Emission(EmulatedStorage):
         self.sums = running_sums(self.order, place, wanted.keep_fp32, self.fetches)
         self.domains = {"": self.e.opset}
 
-    # -- the whole -----------------------------------------------------------------------------------
     def run(self) -> Lowered:
         for variable in self._sources():
             self._source(variable)
@@ -111,7 +111,8 @@ class _Emission(EmulatedStorage):
         outputs, rename = self._ports()
         wanted, updates = {info.name for info in outputs}, {port.tensor for port in self.result.updates}
         feeds = {port.tensor: port.shape for port in self.result.feeds}
-        rows = renamed([row(*pair) for pair in zip_longest(self.e.nodes, self.result.origins)], rename)
+        nodes = by_address(self.e, zip_longest(self.e.nodes, self.result.origins), feeds)
+        rows = renamed([row(*pair) for pair in nodes], rename)
         met = met_at(rows) if self.left else set()
         rows = arranged(self.e, waiting(self.e, self.result, live(rows, wanted | met)), updates | met, feeds)
         self.result.origins = [each.origin for each in rows]
@@ -206,7 +207,6 @@ class _Emission(EmulatedStorage):
             )
         return self.e.const(0, "uint32")
 
-    # -- one operator ---------------------------------------------------------------------------------
     def operator(self, op: Operator) -> None:
         self.e.prefix = next((v.name for v in op.outputs if v is not None), op.type)
         if op.type == "Identity" and not op.domain and op.inputs[0] is not None and op.outputs[0] is not None:
