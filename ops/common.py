@@ -17,7 +17,7 @@ from amp_transpiler.ir.nodes import Operator
 _Item = TypeVar("_Item")
 
 #: Longer constants are made at run time.
-_LONG = 1 << 16
+LONG = 1 << 16
 #: What a gradient rule returns: one value per forward input, None where there is no gradient.
 Grads = Sequence[Value | None]
 
@@ -27,7 +27,7 @@ def summed(e: Emitter, value: Value, source: Value, index: int) -> Value:
     shape = shape_of(e, index)
     assert source.shape is not None
     rows, (base, factor) = math.prod(source.shape[:-1]), multiple(e, value)
-    if factor != 1 and shape == source.shape[-1:] != source.shape and rows <= _LONG:  # a product with ones takes it
+    if factor != 1 and shape == source.shape[-1:] != source.shape and rows <= LONG:  # a product with ones takes it
         flat = e.Gemm(e.const(np.ones((1, rows)), base.dtype), e.reshape(base, (rows, *shape)), alpha=factor)
         return e.reshape(Value(flat.name, flat.dtype, (1, *shape)), shape)
     return e.sum_to(value, shape, source.shape)

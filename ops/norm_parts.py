@@ -122,8 +122,21 @@ def affine(e: Emitter, x: Value, slope: Value, bias: Value, mean: Value) -> Valu
 LEAST_VARIANCE = 1e-10
 
 
+#: As many blocks may a row have, and from so many numbers on it has them.
+_BLOCKS, _LONG_ROW = (64, 32, 16, 8), 1024
+
+
 def correlation(e: Emitter, normal: Value, x_normal: Value) -> Value:
-    """Minus the mean of the products of two standardised rows, fp32 [C]: between -1 and 1, so that 16 bit holds it."""
+    """Minus the mean of the products of two standardised rows, fp32 [C]: between -1 and 1, so that 16 bit holds it.
+
+    Of long rows by the products of their blocks, of which the diagonal counts: a GPU's kernels of products compute tiles,
+    and of a row by a column no more than one number of each (ResNet-50: 15 ms of products on a H200).
+    """
     channels, count = size_of(normal)
-    row, column = e.reshape(normal, (channels, 1, count)), e.reshape(x_normal, (channels, count, 1))
-    return e.reshape(e.f32(matrix_product(e, row, column, alpha=-1 / count)), (channels,))
+    parts = [n for n in _BLOCKS if count > _LONG_ROW and count % (8 * n) == 0]  # 8: as tensor cores read
+    blocks = parts[0] if parts and e.at.fused else 1
+    rows = (e.reshape(v, (channels, blocks, count // blocks)) for v in (normal, x_normal))
+    found = e.reshape(matrix_product(e, *rows, trans_b=True, alpha=-blocks / count), (channels, blocks * blocks))
+    if blocks > 1:
+        found = e.MatMul(found, e.const(np.eye(blocks).reshape(-1, 1) / blocks, found.dtype), shape=(channels, 1))
+    return e.reshape(e.f32(found), (channels,))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import onnx
@@ -16,7 +18,7 @@ import amp_transpiler as amp
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.nn import functional as F
-from amp_transpiler.ops import conv
+from amp_transpiler.ops import kernel_gradient
 from amp_transpiler.ops.window import Window
 from tests.helpers.gradcheck import check_gradient, few, gradient_model
 from tests.helpers.rules import as_model, run_cpu, run_reference, tensor_info
@@ -103,11 +105,20 @@ def test_conv_in_each_form_of_its_weight_gradient(channels: int, outputs: int, k
     check_gradient("Conv", [x, w], attrs={"group": group, "strides": [2, 1], "pads": [1, 0, 1, 2]}, half=FP16)
 
 
+def in_parts(e: Emitter, x: Value, dy: Value, window: Window, group: int) -> Value:
+    """As if no more than three positions of the kernel fitted, nor any constant."""
+    most = 3 * math.prod((*x.shape[:2], *window.target))
+    with mock.patch.multiple(kernel_gradient, _MOST_GATHERED=most, LONG=0):
+        return kernel_gradient.by_gathering(e, x, dy, window, group)
+
+
 FORMS = {
-    "convolution": conv.by_convolution,
-    "gemms": lambda e, x, dy, window, group: conv.by_gemms(e, x, dy, window),
-    "grouped": conv.by_grouped_gemms,
-    "unfolding": lambda e, x, dy, window, group: conv.by_unfolding(e, x, dy, window),
+    "convolution": kernel_gradient.by_convolution,
+    "gemms": lambda e, x, dy, window, group: kernel_gradient.by_gemms(e, x, dy, window),
+    "gathering": kernel_gradient.by_gathering,
+    "gathering in parts": in_parts,
+    "grouped": kernel_gradient.by_grouped_gemms,
+    "unfolding": lambda e, x, dy, window, group: kernel_gradient.by_unfolding(e, x, dy, window),
 }
 
 

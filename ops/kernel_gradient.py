@@ -1,0 +1,242 @@
+"""The gradient of a convolution's weights, in the forms that are fast here and there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.types import HALF
+from amp_transpiler.ops.channel_rows import by_channel, exchanged, lies_in_rows
+from amp_transpiler.ops.common import LONG, padded, size_of
+from amp_transpiler.ops.gpu_kernels import product
+from amp_transpiler.ops.window import Window
+
+#: Kernels of more positions than this are unrolled no further: their weight gradient is one Conv.
+_MOST_TAPS = 32
+#: Fewer input channels than this leave a GEMM per position mostly idle; the positions then share one GEMM.
+_FEW_CHANNELS = 16
+#: Elements of the largest unfolded input (64 MiB in fp32).
+_MOST_UNFOLDED = 2**24
+#: On a GPU, elements that are gathered at once (256 MiB in 16 bit).
+_MOST_GATHERED = 2**27
+#: The largest kernel that cuDNN's fast kernels take (measured: 28 positions along an axis, and not 56).
+_LARGEST_KERNEL = 32
+
+
+def is_product(window: Window) -> bool:
+    """Whether a convolution multiplies each position that it reads by the weights."""
+    return prod(window.kernel) == 1 and not any(window.pads)
+
+
+def rows_read(e: Emitter, x: Value, window: Window) -> Value:
+    """The rows of what a kernel of one position reads."""
+    if not lies_in_rows(e, x):
+        return by_channel(e, window.read(e, window.pad(e, x, 2), window.taps[0], 2))
+    key = f"{x.name} read by {window}"
+    if key not in e.shared:
+        read = window.read(e, exchanged(e, x), window.taps[0], 2)
+        e.shared[key] = (e.reshape(read, (size_of(read)[0], prod(size_of(read)[1:]))),)
+    return e.shared[key][0]
+
+
+def weight_gradient(e: Emitter, x: Value, dy: Value, window: Window, group: int) -> Value:
+    """``dW[o, i, tap] = sum over n, p of dY[n, o, p] * X[n, i, p * stride + tap * dilation - begin]``.
+
+    ``x`` is [N, group * I, *source], ``dy`` [N, O, *target]; gives [O, I, *kernel]. Every form sums over batch
+    and positions inside one GEMM or Conv. Which one is a matter of speed. On a GPU a GEMM where there is one kernel
+    position. Else Conv moves the fewest bytes, and is slow with a dilated kernel or a large one, of which cuDNN has
+    none made for it: ResNet-50's first two groups and its strides took 170 ms of 218 (H200, batch 64), the others 1 ms
+    each. There a copy of X for each position is made, and multiplied. On CPU
+    (measured, one thread) a GEMM per kernel position reaches the speed of GEMM alone from 16 input channels on; with
+    fewer, one GEMM over all positions is up to 4 times faster; Conv is slower than either by 2 but needs no nodes per
+    position. Of a kernel of one position the products of images, added up, spare the transposed copies: up to 1.6 times
+    faster where the images are the larger part.
+    """
+    assert x.shape is not None
+    channels = x.shape[1] // group
+    taps = prod(window.kernel)
+    if x.shape[0] == 0:  # nothing to add up, where onnxruntime's Conv leaves what memory holds
+        return e.zeros((size_of(dy)[1], channels, *window.kernel), x.dtype)
+    if group == taps == 1 and (e.at.fused or x.dtype in HALF or not _images_outweigh(x, dy)):
+        return by_one_gemm(e, x, dy, window)
+    if group == taps == 1:
+        return by_images(e, x, dy, window)
+    if e.at.fused and not (group == 1 and set(window.strides) == {1} and max(window.target) <= _LARGEST_KERNEL):
+        return by_gathering(e, x, dy, window, group)
+    if e.at.fused or taps > _MOST_TAPS:
+        return by_convolution(e, x, dy, window, group)
+    if group > 1:
+        return by_grouped_gemms(e, x, dy, window, group)
+    if channels >= _FEW_CHANNELS:
+        return by_gemms(e, x, dy, window)
+    if prod((x.shape[0], channels, taps, *window.target)) <= _MOST_UNFOLDED:
+        return by_unfolding(e, x, dy, window)
+    return by_convolution(e, x, dy, window, group)
+
+
+def by_convolution(e: Emitter, x: Value, dy: Value, window: Window, group: int) -> Value:
+    """One Conv of X with dY as its kernel, batch and channels exchanged; strides and dilations change roles."""
+    assert x.shape is not None and dy.shape is not None
+    batch, channels = x.shape[0], x.shape[1] // group
+    if 1 in (group, channels):
+        x = by_channel(e, x)
+    else:
+        split = e.reshape(x, (batch, group, channels, prod(window.source)))
+        x = e.transpose(split, [2, 1, 0, 3])
+    x = e.reshape(x, (channels, group * batch, *window.source))
+    swapped = [1, 0, *range(2, 2 + window.rank)]
+    padded = [n + b + o for n, b, o in zip(window.source, window.begin, window.end, strict=True)]
+    sizes = [
+        (n - (t - 1) * s - 1) // d + 1
+        for n, t, s, d in zip(padded, window.target, window.strides, window.dilations, strict=True)
+    ]
+    dw = e.op(
+        "Conv",
+        x,
+        e.reshape(by_channel(e, dy), (dy.shape[1], batch, *window.target)),
+        group=group,
+        strides=list(window.dilations),
+        dilations=list(window.strides),
+        pads=window.pads,
+        shape=(channels, dy.shape[1], *sizes),
+    )
+    if tuple(sizes) != window.kernel:  # an unread tail of X looks like further kernel positions
+        axes = e.ints(*range(2, 2 + window.rank))
+        dw = e.op(
+            "Slice",
+            dw,
+            e.ints(*[0] * window.rank),
+            e.ints(*window.kernel),
+            axes,
+            shape=(channels, dy.shape[1], *window.kernel),
+        )
+    return e.transpose(dw, swapped)
+
+
+def by_gathering(e: Emitter, x: Value, dy: Value, window: Window, group: int) -> Value:
+    """What the window reads, gathered as [I, tap, N * P] of each group: along the last axis first, for each position of
+    the kernel there, then rows of that. One GEMM, or several where so much would take too much memory."""
+    batch, channels, outputs = size_of(x)[0], size_of(x)[1], size_of(dy)[1]
+    positions, last, end = batch * prod(window.target), window.kernel[-1], window.target[-1]
+    read = e.cast(padded(e, exchanged(e, x), [0, 0, *window.begin], [0, 0, *window.end]), x.dtype)
+    *lines, line = size_of(read)[1:]
+    if last > 1 or end < line:
+        at = np.add.outer(np.arange(last) * window.dilations[-1], np.arange(end) * window.strides[-1])
+        shape = (channels, *lines, last, end)
+        read = e.Gather(read, e.const(at, "int32"), axis=len(lines) + 1, shape=shape)
+    read = e.reshape(read, (channels, prod(lines) * last, end))
+    of_tap, of_row = _rows_of(window, batch, lines[1:])
+    left, parts = e.reshape(by_channel(e, dy), (group, outputs // group, positions)), list[Value]()
+    most = max(1, _MOST_GATHERED // (channels * positions))
+    for some in (of_tap[start : start + most] for start in range(0, len(of_tap), most)):
+        at = _outer_sum(e, some, of_row)
+        rows = e.Gather(read, at, axis=1, shape=(channels, *size_of(at), end))
+        columns = e.reshape(rows, (group, channels // group * len(some), positions))
+        parts.append(e.reshape(product(e, left, columns, trans_b=True), (outputs, channels // group, len(some))))
+    whole = parts[0] if len(parts) == 1 else e.Concat(*parts, axis=2)
+    return e.reshape(whole, (outputs, channels // group, *window.kernel))
+
+
+def _rows_of(window: Window, batch: int, lines: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Which rows of [N, *lines, position of the kernel along the last axis] windows read: the sum of a number for each
+    position of the kernel and of one for each image and position but along the last axis."""
+    taps = np.array(window.taps)
+    step, of_tap, of_row = window.kernel[-1], taps[:, -1], np.zeros(1, np.int64)
+    for axis in reversed(range(window.rank - 1)):
+        of_tap = of_tap + taps[:, axis] * window.dilations[axis] * step
+        of_row = np.add.outer(np.arange(window.target[axis]) * window.strides[axis] * step, of_row).ravel()
+        step *= lines[axis]
+    return of_tap, np.add.outer(np.arange(batch) * step, of_row).ravel()
+
+
+def _outer_sum(e: Emitter, a: np.ndarray, b: np.ndarray) -> Value:
+    """The sums of all pairs, [len(a), len(b)]; many are made in the run."""
+    if a.size * b.size <= LONG:
+        return e.const(np.add.outer(a, b), "int32")
+    return e.Add(e.const(a[:, None], "int32"), e.const(b, "int32"), shape=(a.size, b.size))
+
+
+def by_one_gemm(e: Emitter, x: Value, dy: Value, window: Window) -> Value:
+    """For kernels of one position: a GEMM [O, N * P] x [N * P, I]."""
+    assert x.shape is not None and dy.shape is not None
+    dw = product(e, by_channel(e, dy), rows_read(e, x, window), trans_b=True)
+    return e.reshape(dw, (dy.shape[1], x.shape[1], *window.kernel))
+
+
+def _images_outweigh(x: Value, dy: Value) -> bool:
+    """Whether what the product of an image reads is more than twice as large as what it makes."""
+    channels, (outputs, *target) = size_of(x)[1], size_of(dy)[1:]
+    return prod(target) * (channels + outputs) > 2 * channels * outputs
+
+
+def by_images(e: Emitter, x: Value, dy: Value, window: Window) -> Value:
+    """For kernels of one position: a GEMM [O, P] x [P, I] per image, and their sum."""
+    (batch, channels), outputs, positions = size_of(x)[:2], size_of(dy)[1], prod(window.target)
+    read = window.read(e, window.pad(e, x, 2), window.taps[0], 2)
+    right = e.reshape(read, (batch, channels, positions))
+    products = product(e, e.reshape(dy, (batch, outputs, positions)), right, trans_b=True)
+    return e.reshape(e.reduce_sum(products, [0]), (outputs, channels, *window.kernel))
+
+
+def by_gemms(e: Emitter, x: Value, dy: Value, window: Window) -> Value:
+    """One GEMM [O, N * P] x [N * P, I] per kernel position. Channels last: each slice then copies whole rows."""
+    assert x.shape is not None and dy.shape is not None
+    channels, outputs, rank = x.shape[1], dy.shape[1], window.rank
+    positions = dy.shape[0] * prod(window.target)
+    last = window.pad(e, e.transpose(x, [0, *range(2, 2 + rank), 1]), 1)
+    left = e.reshape(e.transpose(dy, [1, 0, *range(2, 2 + rank)]), (outputs, positions))
+    parts = [e.MatMul(left, e.reshape(window.read(e, last, tap, 1), (positions, channels))) for tap in window.taps]
+    return _stacked(e, parts, (outputs, channels), window)
+
+
+def by_grouped_gemms(e: Emitter, x: Value, dy: Value, window: Window, group: int) -> Value:
+    """One GEMM per kernel position, batched over the groups."""
+    assert x.shape is not None and dy.shape is not None
+    channels, outputs = x.shape[1] // group, dy.shape[1] // group
+    positions = dy.shape[0] * prod(window.target)
+    swapped = [1, 0, *range(2, 2 + window.rank)]
+    first = e.transpose(window.pad(e, x, 2), swapped)
+    left = e.reshape(e.transpose(dy, swapped), (group, outputs, positions))
+    parts = []
+    for tap in window.taps:
+        rows = e.reshape(window.read(e, first, tap, 2), (group, channels, positions))
+        parts.append(product(e, left, rows, trans_b=True))
+    return _stacked(e, parts, (dy.shape[1], channels), window)
+
+
+def by_unfolding(e: Emitter, x: Value, dy: Value, window: Window) -> Value:
+    """The kernel positions beside each other as channels, then one GEMM.
+
+    Where values are 16 bit it contracts batch and positions at once; otherwise there is a product per image
+    (which needs no transposed copies) and their sum.
+    """
+    assert x.shape is not None and dy.shape is not None
+    batch, channels, outputs, rank = x.shape[0], x.shape[1], dy.shape[1], window.rank
+    positions, taps = prod(window.target), len(window.taps)
+    whole = x.dtype in HALF
+    if whole:
+        swapped = [1, 0, *range(2, 2 + rank)]
+        x, dy = e.transpose(x, swapped), e.transpose(dy, swapped)
+    padded = window.pad(e, x, 2)
+    shape = (channels, batch * positions) if whole else (batch, channels, positions)
+    unfolded = e.op(
+        "Concat", *(e.reshape(window.read(e, padded, tap, 2), shape) for tap in window.taps), axis=0 if whole else 1
+    )
+    if whole:
+        dw = e.op("Gemm", e.reshape(dy, (outputs, batch * positions)), unfolded, transB=1)
+    else:
+        products = e.MatMul(e.reshape(dy, (batch, outputs, positions)), e.transpose(unfolded, [0, 2, 1]))
+        dw = e.reduce_sum(products, [0])
+    dw = e.transpose(e.reshape(dw, (outputs, taps, channels)), [0, 2, 1])
+    return e.reshape(dw, (outputs, channels, *window.kernel))
+
+
+def _stacked(e: Emitter, parts: Sequence[Value], shape: tuple[int, int], window: Window) -> Value:
+    """Matrices [O, I], one per kernel position, as [O, I, *kernel]."""
+    if len(parts) == 1:
+        return e.reshape(parts[0], (*shape, *window.kernel))
+    columns = [e.reshape(part, (*shape, 1)) for part in parts]
+    return e.reshape(e.op("Concat", *columns, axis=2), (*shape, *window.kernel))

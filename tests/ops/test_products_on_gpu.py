@@ -1,0 +1,74 @@
+"""Which products a GPU place computes what others add up by, and that they are right."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ops.norm_parts import correlation
+from tests.helpers.gradcheck import check_gradient, gradient_model
+from tests.helpers.rules import as_model, run_cpu, tensor_info
+
+pytestmark = pytest.mark.rules
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel", "attrs", "form"),
+    [
+        ((28, 28), (3, 3), {"pads": [1, 1, 1, 1]}, "Conv"),
+        ((34, 34), (3, 3), {"dilations": [2, 1]}, "Conv"),
+        ((9, 36), (3, 3), {}, "Gather"),  # dY is a kernel of 34 positions
+        ((28, 28), (3, 3), {"strides": [1, 2]}, "Gather"),  # dY is a dilated one
+        ((8, 8), (3, 3), {"group": 2}, "Gather"),
+        ((40,), (5,), {}, "Gather"),
+        ((9, 36), (1, 1), {}, "Gemm"),
+        ((9, 36), (1, 1), {"strides": [2, 2]}, "Gemm"),
+    ],
+)
+def test_how_the_gradient_of_weights_is_computed(size, kernel, attrs, form) -> None:
+    x, w = np.zeros((2, 4, *size)), np.zeros((6, 4 // attrs.get("group", 1), *kernel))
+    model = gradient_model("Conv", [x, w], "float32", "cuda", wrt=[1], **attrs)
+    kinds = [node.op_type for node in model.graph.node]
+    assert [kind for kind in ("Conv", "Gather") if kind in kinds] == [form] * (form != "Gemm")
+    assert ({"Gemm", "FusedMatMul"} & set(kinds) != set()) == (form != "Conv")
+
+
+@pytest.mark.parametrize("kernel", [(7, 7), (1, 3), (3, 1)])
+def test_gradient_of_weights_with_padding_and_strides(kernel: tuple[int, int]) -> None:
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(2, 3, 15, 14)), rng.normal(size=(4, 3, *kernel))
+    check_gradient("Conv", [x, w], attrs={"strides": [2, 2], "pads": [3, 1, 2, 0]}, half=("float16",))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(("count", "blocks"), [(4096, 64), (3136, 8), (1160, 1), (512, 1)])
+def test_rows_are_multiplied_in_blocks(count: int, blocks: int, dtype: str) -> None:
+    rng = np.random.default_rng(count)
+    a = rng.normal(size=(3, count))
+    b = np.array([[1.0], [0.0], [0.01]]) * a + rng.normal(size=(3, count))
+    a, b = (((v - v.mean(1, keepdims=True)) / v.std(1, keepdims=True)).astype(dtype) for v in (a, b))
+    e = Emitter("cuda")
+    e.reserve(["a", "b"])
+    minus = correlation(e, Value("a", dtype, a.shape), Value("b", dtype, b.shape))
+    assert minus.shape == (3,) and minus.dtype == "float32"
+    infos = [tensor_info(name, dtype, a.shape) for name in ("a", "b")]
+    out = tensor_info(minus.name, minus.dtype, minus.shape)
+    graph = onnx.helper.make_graph(e.nodes, "blocks", infos, [out], list(e.initializers.values()))
+    model = as_model(graph)
+    assert [node.op_type for node in e.nodes].count("MatMul") == (blocks > 1)
+    assert any(list(t.dims) == [blocks * blocks, 1] for t in e.initializers.values()) == (blocks > 1)
+    expected = -(a.astype(np.float64) * b.astype(np.float64)).mean(1)
+    np.testing.assert_allclose(
+        run_cpu(model, {"a": a, "b": b})[0], expected, rtol=0, atol=1e-6 if dtype == "float32" else 1e-3
+    )
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 24, 32), (4, 2, 28, 28)])
+def test_batch_normalization_of_long_rows(shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(1)
+    vectors = [rng.normal(size=shape[1]) for _ in range(3)] + [rng.uniform(0.5, 2, size=shape[1])]
+    check_gradient(
+        "BatchNormalization", [rng.normal(size=shape), *vectors], attrs={"training_mode": 1}, outputs=3, wrt=(0, 1, 2)
+    )
