@@ -65,7 +65,7 @@ def _by_product(e: Emitter, x: Value, w: Value, dy: Value, window: Window, group
         lead = (size_of(x)[1], size_of(x)[0])
         each = e.reshape(rows, (*lead, *(n for t in window.target for n in (t, 1))))
         first = np.zeros([n for s in window.strides for n in (1, s)], bool)
-        first[(0,) * first.ndim] = True  # Pad, of as many axes, moves 20 GB/s on a H200 (measured)
+        first[(0,) * first.ndim] = True  # Pad, of as many axes, moves 20 GB/s on an H200 (measured)
         spread = (*lead, *(n for pair in zip(window.target, window.strides, strict=True) for n in pair))
         zeros_between = e.Where(e.const(first), each, e.like(0, each), shape=spread)
         rows = e.reshape(zeros_between, (lead[0], prod(size_of(x)) // lead[0]))

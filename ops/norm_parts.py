@@ -130,7 +130,7 @@ def correlation(e: Emitter, normal: Value, x_normal: Value) -> Value:
     """Minus the mean of the products of two standardised rows, fp32 [C]: between -1 and 1, so that 16 bit holds it.
 
     Of long rows by the products of their blocks, of which the diagonal counts: a GPU's kernels of products compute tiles,
-    and of a row by a column no more than one number of each (ResNet-50: 15 ms of products on a H200).
+    and of a row by a column no more than one number of each (ResNet-50: 15 ms of products on an H200).
     """
     channels, count = size_of(normal)
     parts = [n for n in _BLOCKS if count > _LONG_ROW and count % (8 * n) == 0]  # 8: as tensor cores read
