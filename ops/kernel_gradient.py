@@ -49,8 +49,8 @@ def weight_gradient(e: Emitter, x: Value, dy: Value, window: Window, group: int)
     and positions inside one GEMM or Conv. Which one is a matter of speed.
 
     On a GPU a GEMM where there is one kernel position. Else Conv moves the fewest bytes; but cuDNN has no fast kernel
-    for a large kernel or a dilated one, which dY is where windows are many or have strides. Of a step of ResNet-50 that
-    took 328 ms on an H200 seven such took 170, the ten others 4. For them what windows read is gathered, and multiplied.
+    for a large kernel or a dilated one, which dY is where windows are many or have strides. Of 328 ms of a step of
+    ResNet-50 on an H200 seven such took 170, the ten others 6. For them what windows read is gathered, and multiplied.
 
     On CPU (measured, one thread) a GEMM per kernel position reaches the speed of GEMM alone from 16 input channels on;
     with fewer, one GEMM over all positions is up to 4 times faster; Conv is slower than either by 2 but needs no nodes
@@ -134,8 +134,8 @@ def by_gathering(e: Emitter, x: Value, dy: Value, window: Window, group: int) ->
     left, parts = e.reshape(by_channel(e, dy), (group, outputs // group, positions)), list[Value]()
     most = max(1, _MOST_GATHERED // (channels * positions))
     for some in (of_tap[start : start + most] for start in range(0, len(of_tap), most)):
-        at = _outer_sum(e, some, of_row)
-        rows = e.Gather(read, at, axis=1, shape=(channels, *size_of(at), end))
+        places = _outer_sum(e, some, of_row)
+        rows = e.Gather(read, places, axis=1, shape=(channels, *size_of(places), end))
         columns = e.reshape(rows, (group, channels // group * len(some), positions))
         parts.append(e.reshape(product(e, left, columns, trans_b=True), (outputs, channels // group, len(some))))
     whole = parts[0] if len(parts) == 1 else e.Concat(*parts, axis=2)
