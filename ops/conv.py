@@ -14,7 +14,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.intervals import Interval, Ranges, biased, same_or_zero, weighted
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import SlotShapes, channel_rule, flops, gradient, range_rule, traits
-from amp_transpiler.ops.channel_rows import by_channel, by_image, lies_in_rows
+from amp_transpiler.ops.channel_rows import by_channel, by_image, exchanged, lies_in_rows
 from amp_transpiler.ops.common import size_of
 from amp_transpiler.ops.gpu_kernels import product
 from amp_transpiler.ops.kernel_gradient import is_product, rows_read, weight_gradient
@@ -29,11 +29,12 @@ def conv(e: Emitter, op: Operator, x: Value, w: Value, dy: Value) -> Sequence[An
     """dX is the transposed convolution of dY, dW the correlation of X with dY, dB the sum of dY."""
     group = int(op.attrs.get("group", 1))
     window = window_of(op, _spatial(w), _spatial(x), _spatial(dy))
-    dx = None
+    dx, dw = None, weight_gradient(e, x, dy, window, group) if e.wants(1) else None
     if e.wants(0):
-        dx = _by_product(e, x, w, dy, window, group) or _by_conv(e, x, w, dy, window, group)
-        dx = dx or window.scatter(e, dy, w, group)
-    dw = weight_gradient(e, x, dy, window, group) if e.wants(1) else None
+        dx = _by_product(e, x, w, dy, window, group)
+        if dx is None:
+            dx = _by_conv(e, x, w, dy, window, group) or window.scatter(e, dy, w, group)
+            dx = dx if e.summand is None else e.Add(dx, e.summand)
     return [dx, dw, _bias_gradient(e, dy)]
 
 
@@ -55,21 +56,25 @@ def conv_by_channel(e: Emitter, op: Operator, x: Value, w: Value, b: Value | Non
 
 
 def _by_product(e: Emitter, x: Value, w: Value, dy: Value, window: Window, group: int) -> Value | None:
-    """dX where dY lies in rows and the kernel has one position: a product, with zeros between strides."""
+    """dX where dY lies in rows and the kernel has one position: a product, to which what is to be added to dX adds what
+    it has there; between strides there is nothing else."""
     apart = any(s > 1 for s in window.strides)
     whole = window.source == tuple(t * s for t, s in zip(window.target, window.strides, strict=True))
     if group > 1 or not is_product(window) or not lies_in_rows(e, dy) or (apart and not whole):
         return None
-    rows = product(e, e.reshape(w, size_of(w)[:2]), by_channel(e, dy), trans_a=True)
+    around = exchanged(e, e.summand) if e.summand is not None and lies_in_rows(e, e.summand) else None
+    plus = None if around is None else window.read(e, around, window.taps[0], 2)
+    rows = product(e, e.reshape(w, size_of(w)[:2]), by_channel(e, dy), trans_a=True, plus=plus)
     if apart:
         lead = (size_of(x)[1], size_of(x)[0])
         each = e.reshape(rows, (*lead, *(n for t in window.target for n in (t, 1))))
         first = np.zeros([n for s in window.strides for n in (1, s)], bool)
         first[(0,) * first.ndim] = True  # Pad, of as many axes, moves 20 GB/s on an H200 (measured)
         spread = (*lead, *(n for pair in zip(window.target, window.strides, strict=True) for n in pair))
-        zeros_between = e.Where(e.const(first), each, e.like(0, each), shape=spread)
-        rows = e.reshape(zeros_between, (lead[0], prod(size_of(x)) // lead[0]))
-    return by_image(e, rows, size_of(x))
+        between = e.like(0, each) if around is None else e.reshape(around, spread)
+        rows = e.reshape(e.Where(e.const(first), each, between, shape=spread), (lead[0], prod(size_of(x)) // lead[0]))
+    dx = by_image(e, rows, size_of(x))
+    return dx if around is not None or e.summand is None else e.Add(dx, e.summand)
 
 
 def _by_conv(e: Emitter, x: Value, w: Value, dy: Value, window: Window, group: int) -> Value | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from math import prod
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -13,6 +15,8 @@ from amp_transpiler.ops.channel_rows import by_channel, exchanged, lies_in_rows
 from amp_transpiler.ops.common import LONG, padded, size_of
 from amp_transpiler.ops.gpu_kernels import product
 from amp_transpiler.ops.window import Window
+
+_Ints: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 #: Kernels of more positions than this are unrolled no further: their weight gradient is one Conv.
 _MOST_TAPS = 32
@@ -119,46 +123,54 @@ def by_convolution(e: Emitter, x: Value, dy: Value, window: Window, group: int) 
 
 
 def by_gathering(e: Emitter, x: Value, dy: Value, window: Window, group: int) -> Value:
-    """What the window reads, gathered as [I, tap, N * P] of each group: along the last axis first, for each position of
-    the kernel there, then rows of that. One GEMM, or several where so much would take too much memory."""
-    batch, channels, outputs = size_of(x)[0], size_of(x)[1], size_of(dy)[1]
-    positions, last, end = batch * prod(window.target), window.kernel[-1], window.target[-1]
+    """What the window reads, gathered as [I, tap, N * P] of each group. One GEMM, or several where so much would take
+    too much memory. Of few channels, beside which places are many, lines are gathered: first along the last axis, for
+    each position of the kernel there."""
+    batch, channels, outputs, rank = size_of(x)[0], size_of(x)[1], size_of(dy)[1], window.rank
+    positions, last, end, pieces = batch * prod(window.target), window.kernel[-1], 1, rank
     read = e.cast(padded(e, exchanged(e, x), [0, 0, *window.begin], [0, 0, *window.end]), x.dtype)
-    *lines, line = size_of(read)[1:]
-    if last > 1 or end < line:
+    sizes = size_of(read)[1:]
+    if channels < _FEW_CHANNELS:
+        end, pieces = window.target[-1], rank - 1
         at = np.add.outer(np.arange(last) * window.dilations[-1], np.arange(end) * window.strides[-1])
-        shape = (channels, *lines, last, end)
-        read = e.Gather(read, e.const(at, "int32"), axis=len(lines) + 1, shape=shape)
-    read = e.reshape(read, (channels, prod(lines) * last, end))
-    of_tap, of_row = _rows_of(window, batch, lines[1:])
+        sizes = (*sizes[:-1], last)
+        read = e.Gather(read, e.const(at, "int32"), axis=rank + 1, shape=(channels, *sizes, end))
+    read = e.reshape(read, (channels, prod(sizes), end))
+    of_tap, of_position = _places(window, batch, sizes, pieces)
     left, parts = e.reshape(by_channel(e, dy), (group, outputs // group, positions)), list[Value]()
     most = max(1, _MOST_GATHERED // (channels * positions))
     for some in (of_tap[start : start + most] for start in range(0, len(of_tap), most)):
-        places = _outer_sum(e, some, of_row)
-        rows = e.Gather(read, places, axis=1, shape=(channels, *size_of(places), end))
-        columns = e.reshape(rows, (group, channels // group * len(some), positions))
+        key = f"places {some.tolist()} of {window} in {batch}, {pieces}"
+        if key not in e.shared:
+            e.shared[key] = (_outer_sum(e, some, *of_position),)
+        (places,) = e.shared[key]
+        columns = e.Gather(read, places, axis=1, shape=(channels, *size_of(places), end))
+        columns = e.reshape(columns, (group, channels // group * len(some), positions))
         parts.append(e.reshape(product(e, left, columns, trans_b=True), (outputs, channels // group, len(some))))
     whole = parts[0] if len(parts) == 1 else e.Concat(*parts, axis=2)
     return e.reshape(whole, (outputs, channels // group, *window.kernel))
 
 
-def _rows_of(window: Window, batch: int, lines: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Which rows of [N, *lines, position of the kernel along the last axis] windows read: the sum of a number for each
-    position of the kernel and of one for each image and position but along the last axis."""
-    taps = np.array(window.taps)
-    step, of_tap, of_row = window.kernel[-1], taps[:, -1], np.zeros(1, np.int64)
-    for axis in reversed(range(window.rank - 1)):
+def _places(window: Window, batch: int, sizes: Sequence[int], pieces: int) -> tuple[_Ints, list[_Ints]]:
+    """Where in [N, *sizes] windows read, along the first ``pieces`` axes, and further along the position of the kernel
+    on the last one: the sum of a number for each position of the kernel, one for each image and one for each window
+    along each axis."""
+    taps, step, along = np.array(window.taps), prod(sizes[1 + pieces :]), list[_Ints]()
+    of_tap = taps[:, -1] * (pieces < window.rank)
+    for axis in reversed(range(pieces)):
         of_tap = of_tap + taps[:, axis] * window.dilations[axis] * step
-        of_row = np.add.outer(np.arange(window.target[axis]) * window.strides[axis] * step, of_row).ravel()
-        step *= lines[axis]
-    return of_tap, np.add.outer(np.arange(batch) * step, of_row).ravel()
+        along.append(np.arange(window.target[axis]) * window.strides[axis] * step)
+        step *= sizes[1 + axis]
+    return of_tap, [np.arange(batch) * step, *along[::-1]]
 
 
-def _outer_sum(e: Emitter, a: np.ndarray, b: np.ndarray) -> Value:
-    """The sums of all pairs, [len(a), len(b)]; many are made in the run."""
-    if a.size * b.size <= LONG:
-        return e.const(np.add.outer(a, b), "int32")
-    return e.Add(e.const(a[:, None], "int32"), e.const(b, "int32"), shape=(a.size, b.size))
+def _outer_sum(e: Emitter, first: _Ints, *others: _Ints) -> Value:
+    """The sums of all combinations, [len(first), others]; many are made in the run."""
+    rest = prod(len(each) for each in others)
+    if len(first) * rest <= LONG or not others:
+        return e.const(reduce(np.add.outer, (first, *others)).reshape(len(first), rest), "int32")
+    below = e.reshape(_outer_sum(e, *others), (rest,))
+    return e.Add(e.const(first[:, None], "int32"), below, shape=(len(first), rest))
 
 
 def by_one_gemm(e: Emitter, x: Value, dy: Value, window: Window) -> Value:

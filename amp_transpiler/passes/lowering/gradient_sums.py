@@ -1,7 +1,8 @@
 """Sums of a variable's gradients: a product of matrices adds what is there, in the kernel that makes its own share.
 
 A variable that several products read, as what attention takes its queries, keys and values of, has a gradient from each
-of them. Gemm adds its third input before it rounds: the sum costs one more tensor read for each, and no pass of its
+of them; so has what goes around a block and through its first convolution, which with one position is a product too on
+a GPU. Gemm adds its third input before it rounds: the sum costs one more tensor read for each, and no pass of its
 own. These are fewer bytes and fewer roundings than a sum of finished gradients. Not in fp32 on CPU, where the sum stays
 in the order that it has.
 """
@@ -18,6 +19,7 @@ from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import place_traits
 
 _PRODUCTS = (own("MatMulGrad"), own("GemmGrad"))
+_CONVOLUTION = own("ConvGrad")
 _SUM = own("GradSum")
 
 
@@ -50,7 +52,8 @@ def running_sums(
         total, left = shares[0], list[Variable]()
         for share in shares[1:]:
             made = share.producer
-            if made is not None and share not in fetches and share.name not in keep_fp32 and _adds(made, share):
+            kept = share in fetches or share.name in keep_fp32
+            if made is not None and not kept and _adds(made, share, at_place.fused):
                 found.before[made], total = total, share
             else:
                 left.append(share)
@@ -59,11 +62,15 @@ def running_sums(
     return found
 
 
-def _adds(made: Operator, share: Variable) -> bool:
-    """Whether a gradient operator makes this share, which only the sum reads, by one product of two matrices."""
+def _adds(made: Operator, share: Variable, convolves: bool) -> bool:
+    """Whether a gradient operator makes this share, which only the sum reads, by one product of two matrices.
+
+    ``convolves``: a convolution with one position is one.
+    """
     readers = [reader for reader, _ in share.readers if not only_looks(reader)]
-    if made.full_type not in _PRODUCTS or made.output(0) is not share or len(readers) != 1:
+    if made.output(0) is not share or len(readers) != 1:
         return False
-    a, b = made.input(0), made.input(1)
-    ranks = [None if v is None or v.shape is None else len(v.shape) for v in (a, b)]
-    return ranks[1] == 2 and (ranks[0] or 0) >= 2
+    a, b = (None if v is None else v.shape for v in (made.input(0), made.input(1)))
+    if made.full_type == _CONVOLUTION and convolves and b is not None:
+        return {*b[2:], made.attrs.get("group", 1)} == {1} and not any(made.attrs.get("pads") or ())
+    return made.full_type in _PRODUCTS and b is not None and len(b) == 2 and a is not None and len(a) >= 2
