@@ -4,7 +4,7 @@ A variable that several products read, as what attention takes its queries, keys
 of them; so has what goes around a block and through its first convolution, which with one position is a product too on
 a GPU. Gemm adds its third input before it rounds: the sum costs one more tensor read for each, and no pass of its
 own. These are fewer bytes and fewer roundings than a sum of finished gradients. Not in fp32 on CPU, where the sum stays
-in the order that it has.
+in the order that it has; and there a convolution's share is rounded by itself, as on a GPU where it is no product.
 """
 
 from __future__ import annotations
