@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from amp_transpiler.runtime.missing import cuda_missing
-from tests.benchmarks import gpu
+from tests.benchmarks import forms, gpu
 from tests.helpers.where import ROOT
 
 SHORT = ["--tiny", "--models", "bert", "--modes", "pure"]
@@ -119,3 +119,18 @@ def test_the_torch_side_answers(model: str, torch_python: str) -> None:
     )
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0 and lines[0]["ready"].startswith("torch") and min(lines[1:]) > 0, done.stderr
+
+
+def test_every_form_runs_and_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    forms.main(["--place", "cpu", "--tiny", "--dtype", "float32", "--runs", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    written = [case for make in forms.CASES.values() for case in make(True)]
+    assert len(lines) == sum(1 + len(case.forms) for case in written) > 30
+    assert all(line.startswith("  ") == (" ms " in line) for line in lines)
+    with pytest.raises(SystemExit, match="2"):
+        forms.main(["row", "--place", "cpu"])
+    assert "there is no case row; there are weights, rows, sums, zeros" in capsys.readouterr().err
+    if cuda_missing(0):
+        with pytest.raises(SystemExit, match="2"):
+            forms.main(["rows"])
+        assert capsys.readouterr().err.startswith("not run: ")
