@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -65,7 +66,19 @@ def _traits(facts: Mapping[str, Any]) -> PlaceTraits:
 def _fact(name: str, fact: Any) -> Any:
     if name == "gated_add":
         return bool(fact) and _version(fact) <= _version(onnxruntime.__version__)
+    if isinstance(fact, dict):
+        sizes = [size for size in map(int, fact) if size <= core_cache()]
+        return fact[str(max(sizes))] if sizes else 0
     return tuple(fact) if isinstance(fact, list) else fact
+
+
+def core_cache(caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Bytes of the cache that a core of this machine has for itself, its second level; 0 where nothing tells it."""
+    try:
+        found = [each for each in caches.glob("index*") if (each / "level").read_text().strip() == "2"]
+        return sum(1024 * int((each / "size").read_text().strip().removesuffix("K")) for each in found)
+    except (OSError, ValueError):
+        return 0
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes, static
 from amp_transpiler.ir.kernel_cost import tensor_bytes
 from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.lists import place_traits
 from amp_transpiler.option_checks import whole
 from amp_transpiler.passes.lowering.arena import resident
@@ -253,6 +254,9 @@ class _Estimate:
             v for part in (*self.step.checks, *self.step.clips) for v in part.operator.outputs if v is not None
         ]
         tensors = {self.tensors.get(v.name) for v in (*gradients, *processed)}
+        for node in self.live.order:
+            if traits_of(node.proto.op_type, node.proto.domain).view and node.inputs[0] in tensors:
+                tensors.update(node.outputs)
         change = [0] * (len(self.live.order) + 1)
         for buffer in self.live.buffers:
             spans = [self.live.spans[name] for name in buffer.tensors if name in tensors]
