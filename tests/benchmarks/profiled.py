@@ -15,6 +15,7 @@ import onnxruntime as ort
 
 import amp_transpiler as amp
 from amp_transpiler.ir.control import CONTROL
+from amp_transpiler.ir.kernel_cost import launches
 from amp_transpiler.ir.opdef import traits_of
 
 
@@ -55,8 +56,9 @@ def _add_costs(events: list[dict[str, Any]], spent: collections.Counter[str]) ->
         timed = (
             event.get("cat") == "Node" and event["name"].endswith("_kernel_time") and later and event["ts"] >= later[0]
         )
-        if timed and event["args"]["op_name"] not in CONTROL:  # the nodes inside are events of their own
-            spent[event["args"]["op_name"]] += event["dur"]
+        # The nodes inside a graph are events of their own; a view launches nothing and takes what its host takes.
+        if timed and (name := event["args"]["op_name"]) not in CONTROL and launches(name):
+            spent[name] += event["dur"]
 
 
 def _is_product(name: str) -> bool:
