@@ -6,7 +6,6 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -43,14 +42,20 @@ class PlaceTraits:
     by_address: bool
     flat_fewest: int
     flat_largest: int
-    chunk_from: int
-    chunk: int
+    chunks: tuple[tuple[int, int, int], ...]
     over_first: tuple[str, ...]
 
     @property
     def runs(self) -> bool:
         """Whether sessions run there."""
         return bool(self.provider)
+
+    def chunk(self, cache: int) -> tuple[int, int]:
+        """From how many elements on a parameter is worked on in chunks, and how many one has about; 0, 0: never.
+
+        ``cache``: bytes of the cache that a core has for itself, 0 where that is not known.
+        """
+        return next(((start, size) for least, start, size in reversed(self.chunks) if cache >= least), (0, 0))
 
 
 @cache
@@ -66,19 +71,7 @@ def _traits(facts: Mapping[str, Any]) -> PlaceTraits:
 def _fact(name: str, fact: Any) -> Any:
     if name == "gated_add":
         return bool(fact) and _version(fact) <= _version(onnxruntime.__version__)
-    if isinstance(fact, dict):
-        sizes = [size for size in map(int, fact) if size <= core_cache()]
-        return fact[str(max(sizes))] if sizes else 0
-    return tuple(fact) if isinstance(fact, list) else fact
-
-
-def core_cache(caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Bytes of the cache that a core of this machine has for itself, its second level; 0 where nothing tells it."""
-    try:
-        found = [each for each in caches.glob("index*") if (each / "level").read_text().strip() == "2"]
-        return sum(1024 * int((each / "size").read_text().strip().removesuffix("K")) for each in found)
-    except (OSError, ValueError):
-        return 0
+    return tuple(_fact("", item) for item in fact) if isinstance(fact, list) else fact
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from amp_transpiler.lists import _places, _roundings, faults, place_kinds
+from amp_transpiler.lists import _roundings, faults, place_kinds
 from amp_transpiler.lists._schemas import read_tables, read_text
 from amp_transpiler.ops.place_bodies import body_of
 from amp_transpiler.passes.lowering import arithmetic
@@ -55,20 +55,3 @@ def test_a_place_may_round_in_sums_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(_roundings, "read_tables", lambda file, name: table[name])
     found = _roundings.roundings.__wrapped__("tpu", "bfloat16")
     assert found is not None and found.orders == {"MatMul": (("", "in turn"),)} and not found.inside
-
-
-@pytest.mark.parametrize(
-    ("size", "found", "chunk"),
-    [("512K", 2**19, 2**18), ("2048K", 2**21, 2**15), ("1280K", 5 * 2**18, 2**18), ("2M", 0, 2**18)],
-)
-def test_chunks_are_those_of_the_cache_that_a_core_has(
-    size: str, found: int, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for number, (level, bytes_) in enumerate([("1", "48K"), ("1", "32K"), ("2", size), ("3", "32768K")]):
-        (tmp_path / f"index{number}").mkdir()
-        (tmp_path / f"index{number}" / "level").write_text(f"{level}\n")
-        (tmp_path / f"index{number}" / "size").write_text(f"{bytes_}\n")
-    assert _places.core_cache(tmp_path) == found and _places.core_cache(tmp_path / "none") == 0
-    monkeypatch.setattr(_places, "core_cache", lambda: found)
-    table = _places._table.__wrapped__()
-    assert (table["cpu"].chunk, table["cuda"].chunk) == (chunk, 0) and table["cpu"].chunk_from >= 2 * chunk

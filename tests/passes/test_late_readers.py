@@ -42,7 +42,7 @@ def trained(optimizer: str) -> tuple[list[np.ndarray], amp.Executor, amp.Program
 def test_large_weights_take_one_buffer_and_the_same_bits(
     optimizer: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    change_place(monkeypatch, "cpu", chunk_from=4 * chunk, chunk=chunk)
+    change_place(monkeypatch, "cpu", chunks=((0, 4 * chunk, chunk),))
     found, executor, main, names = trained(optimizer)
     two = executor.memory_report(main).two_buffers
     large = [v.name for v in main.parameters if np.prod(v.shape) >= 4096]

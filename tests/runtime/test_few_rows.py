@@ -32,7 +32,7 @@ OPTIMIZERS = {
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables of this test count as large: 420 elements in 21 chunks of 20."""
-    change_place(monkeypatch, "cpu", chunk_from=50, chunk=20)
+    change_place(monkeypatch, "cpu", chunks=((0, 50, 20),))
     monkeypatch.setattr(few_rows, "_FEW", 1)
 
 

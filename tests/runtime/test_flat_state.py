@@ -10,10 +10,12 @@ import onnx
 import pytest
 
 import amp_transpiler as amp
+from amp_transpiler.lists import place_traits
 from amp_transpiler.nn import functional as F
 from amp_transpiler.ops.training import scaling
-from amp_transpiler.passes.lowering import flat_layout
-from amp_transpiler.runtime import device_tensors
+from amp_transpiler.passes.lowering import flat_layout, lowering
+from amp_transpiler.passes.lowering.place import cache_of
+from amp_transpiler.runtime import device_tensors, executor
 from amp_transpiler.runtime.scope import Scope
 from tests.helpers.node_by_node import node_by_node
 from tests.helpers.places import change_place
@@ -69,7 +71,7 @@ def together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    change_place(monkeypatch, "cpu", chunk_from=50, chunk=20)
+    change_place(monkeypatch, "cpu", chunks=((0, 50, 20),))
 
 
 def huge_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,3 +297,49 @@ def test_many_small_parameters_lie_together_on_cpu_and_large_ones_by_themselves(
     assert wholes["fc_0.w_0"] is wholes["fc_1.w_0"] is None, "20480 and 17408 elements"
     assert wholes["fc_0.b_0"] is wholes["fc_4.w_0"] is not None
     assert all(value.tobytes() == found[name].tobytes() for name, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("size", "found", "start", "chunk"),
+    [
+        ("512K", 2**19, 2**19, 2**18),
+        ("2048K", 2**21, 2**17, 2**15),
+        ("1280K", 5 * 2**18, 2**19, 2**18),
+        ("2M", 0, 2**19, 2**18),
+    ],
+)
+def test_chunks_are_those_of_the_cache_that_a_core_has(
+    size: str, found: int, start: int, chunk: int, tmp_path: Path
+) -> None:
+    for number, (level, bytes_) in enumerate([("1", "48K"), ("1", "32K"), ("2", size), ("3", "32768K")]):
+        (tmp_path / f"index{number}").mkdir()
+        (tmp_path / f"index{number}" / "level").write_text(f"{level}\n")
+        (tmp_path / f"index{number}" / "size").write_text(f"{bytes_}\n")
+    assert cache_of(amp.CPUPlace(), tmp_path) == found and cache_of(amp.CPUPlace(), tmp_path / "none") == 0
+    assert cache_of(amp.CUDAPlace(0), tmp_path) == 0
+    assert place_traits("cpu").chunk(found) == (start, chunk) and place_traits("cuda").chunk(found) == (0, 0)
+
+
+def chunks_in(graph: onnx.GraphProto) -> set[int]:
+    """Elements of a chunk of what updates go over."""
+    scans = [node for node in every_node(graph) if node.op_type == "Scan"]
+    return {node.attribute[0].g.input[0].type.tensor_type.shape.dim[0].dim_value for node in scans}
+
+
+def test_a_file_has_the_chunks_of_no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    change_place(monkeypatch, "cpu", chunks=((0, 600, 400), (1000, 50, 20)))
+    results: list[dict[str, np.ndarray[Any, Any]]] = []
+    for cache, chunks in ((0, {400, 340}), (1000, {20, 17})):
+        made: list[set[int]] = []
+
+        def lowered(*args: Any, made: list[set[int]] = made) -> Any:
+            found = lowering.lower(*args)
+            made.append(chunks_in(found.model.graph))
+            return found
+
+        monkeypatch.setattr(executor, "cache_of", lambda place, cache=cache: cache)
+        monkeypatch.setattr(executor, "lower", lowered)
+        results.append(trained([FEEDS, FEEDS], amp.optimizer.Adam(0.01), "fp32"))
+        assert made[-1] == chunks, "of 800, 680 and 51 elements"
+    assert all(value.tobytes() == results[1][name].tobytes() for name, value in results[0].items())
+    assert chunks_in(built(amp.optimizer.Adam(0.01), "fp32")[0].lower(amp.CPUPlace()).model.graph) == {400, 340}

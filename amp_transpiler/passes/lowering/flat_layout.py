@@ -104,10 +104,11 @@ def flat_layout(
     shapes: Shapes | None,
     place: str,
     left: Container[Variable] = frozenset(),
+    cache: int = 0,
 ) -> FlatLayout:
     """What lies in flat buffers on ``place`` in a step of these operators, which gives these updates.
 
-    ``left``: the variables of rows that are left to other ranks.
+    ``left``: the variables of rows that are left to other ranks. ``cache``: bytes that a core has for itself.
     """
     layout = FlatLayout()
     at = place_traits(place)
@@ -136,7 +137,7 @@ def flat_layout(
             _add(layout, op, rows)
         grouped = {row.number for rows in buffers for row in rows}
         for row in rows_of:
-            if row.number not in grouped and (count := _chunks(row, at)) > 1:
+            if row.number not in grouped and (count := _chunks(row, *at.chunk(cache))) > 1:
                 _add(layout, op, [row], count)
     _add_statistics(layout, operators, updates, shapes, at)
     return layout
@@ -239,14 +240,14 @@ def _way(gradient: Variable) -> tuple[tuple[tuple[Operator, int], ...], Variable
     return tuple(way), gradient
 
 
-def _chunks(row: _Row, at: PlaceTraits) -> int:
+def _chunks(row: _Row, start: int, wanted: int) -> int:
     """How many chunks a row that lies by itself is worked on in; 1: it is not.
 
     Numbers below a half and above twice the size wanted are no use: there a prime factor is too large.
     """
-    size, wanted = math.prod(row.shape), at.chunk
+    size = math.prod(row.shape)
     held = [state.dtype for name, (state, _) in row.states.items() if name != "parameter" or "master" not in row.states]
-    if not wanted or size < at.chunk_from or len(held) < 2 or any(dtype != "float32" for dtype in held):
+    if not wanted or size < start or len(held) < 2 or any(dtype != "float32" for dtype in held):
         return 1
     counts = range(max(2, size // (2 * wanted)), 2 * size // wanted + 1)
     return min((n for n in counts if size % n == 0), key=lambda n: abs(size // n - wanted), default=1)

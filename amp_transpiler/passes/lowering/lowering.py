@@ -98,6 +98,7 @@ def lower(
     others: Sequence[Variable] = (),
     declared: bool = False,
     arithmetic: Arithmetic | None = None,
+    cache: int = 0,
 ) -> Lowered:
     """The model that a place of kind "cpu", "cuda" or "webgpu" runs for these feed shapes; ``program`` stays as it is.
 
@@ -107,7 +108,7 @@ def lower(
     feed_shapes = {**held_shapes(program), **(feed_shapes or {})}
     named = {state.name: new.name for state, new in updates.items()} if isinstance(updates, Mapping) else updates
     wanted = Wanted(
-        tuple(v.name for v in fetches), named, keep_fp32, tuple(v.name for v in others), declared, arithmetic
+        tuple(v.name for v in fetches), named, keep_fp32, tuple(v.name for v in others), declared, arithmetic, cache
     )
     context = Context({FEED_SHAPES: feed_shapes, WANTED: wanted})
     apply_to_copy(lowering(place), program, context)

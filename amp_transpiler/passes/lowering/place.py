@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
-from amp_transpiler.lists import place_kinds
+from amp_transpiler.lists import place_kinds, place_traits
 from amp_transpiler.option_checks import shown
 from amp_transpiler.passes.lowering.arithmetic import Arithmetic
 
@@ -91,6 +92,17 @@ def kind_of(place: object, caller: str) -> str:
 def arithmetic_of(place: Place) -> Arithmetic:
     """Whose 16-bit arithmetic programs have on a place."""
     return Arithmetic((place.emulate if isinstance(place, CPUPlace) else "") or place.kind)
+
+
+def cache_of(place: Place, caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Bytes of the cache that a core has for itself, its second level, on a place of this machine; 0: not known."""
+    if not place_traits(place.kind).host:
+        return 0
+    try:
+        found = [each for each in caches.glob("index*") if (each / "level").read_text().strip() == "2"]
+        return sum(1024 * int((each / "size").read_text().strip().removesuffix("K")) for each in found)
+    except (OSError, ValueError):
+        return 0
 
 
 def check_place(place: object, caller: str) -> Place:

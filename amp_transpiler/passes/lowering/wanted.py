@@ -21,6 +21,8 @@ class Wanted:
     these is exchanged here too, and rows of updates that nobody needs here are left to them.
     ``declared``: a fetch comes out in the type that the variable was declared with, not the one that it is held in.
     ``arithmetic``: whose 16-bit arithmetic it has; None for that of the place that runs it.
+    ``cache``: bytes of the cache that a core has for itself where it runs, 0 where nobody knows: the same program gives
+    the same file on every machine.
     """
 
     fetches: tuple[str, ...] = ()
@@ -29,6 +31,7 @@ class Wanted:
     others: tuple[str, ...] = ()
     declared: bool = True
     arithmetic: Arithmetic | None = None
+    cache: int = 0
 
     @property
     def replays(self) -> bool:
