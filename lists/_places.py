@@ -50,12 +50,17 @@ class PlaceTraits:
         """Whether sessions run there."""
         return bool(self.provider)
 
-    def chunk(self, cache: int) -> tuple[int, int]:
+    def chunk(self, cache: int, threads: int) -> tuple[int, int]:
         """From how many elements on a parameter is worked on in chunks, and how many one has about; 0, 0: never.
 
-        ``cache``: bytes of the cache that a core has for itself, 0 where that is not known.
+        ``cache``: bytes of the cache that a core has for itself, 0 where that is not known. A chunk that lies in such
+        caches is shared out among ``threads``, each of which finds its part in its own.
         """
-        return next(((start, size) for least, start, size in reversed(self.chunks) if cache >= least), (0, 0))
+        if not self.chunks:
+            return 0, 0
+        whole = self.chunks[0][1:]
+        own = next(row[1:] for row in reversed(self.chunks) if cache >= row[0])
+        return min(whole[0], own[0] * threads), min(whole[1], own[1] * threads)
 
 
 @cache

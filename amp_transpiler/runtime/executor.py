@@ -30,7 +30,7 @@ from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
 from amp_transpiler.option_checks import is_whole
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.lowering import lower
-from amp_transpiler.passes.lowering.place import CPUPlace, Place, arithmetic_of, cache_of, check_place
+from amp_transpiler.passes.lowering.place import CPUPlace, Place, arithmetic_of, check_place, cores_of
 from amp_transpiler.program import Program, default_main_program
 from amp_transpiler.runtime.binding import PlainStep, Step, needs_plain
 from amp_transpiler.runtime.capture import CapturedStep, check_capturable
@@ -313,10 +313,8 @@ class Executor:
         tensors_fed = {n: s for n, s in shapes.items() if plan.shaped and program.var(n).dtype is not None}
         fetches = [program.var(name) for name in plan.outputs]
         (updates, others), sent = run_updates(program, plan.spread), Sent(program, plan.spread)
-        at = self.place
-        lowered = lower(
-            program, at.kind, tensors_fed, fetches, updates, (), others, True, arithmetic_of(at), cache_of(at)
-        )
+        at, cores = self.place, cores_of(self.place, self.settings.threads)
+        lowered = lower(program, at.kind, tensors_fed, fetches, updates, (), others, True, arithmetic_of(at), cores)
         in_place = bool(lowered.updates) and not plan.initialises and place_traits(self.place.kind).in_place
         settings = startup_settings(self.settings, program, self.place) if plan.initialises else self.settings
         if settings.cuda_graph:

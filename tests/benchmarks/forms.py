@@ -75,7 +75,7 @@ def rows(tiny: bool) -> Iterator[Case]:
         products: dict[str, Form] = {"whole rows": partial(_in_blocks, ())}
         products |= {f"{n} blocks": partial(_in_blocks, (n,)) for n in (8, 16, 32, 64) if count % (8 * n) == 0}
         yield Case(f"products of rows {shape}", [shape, shape], products)
-        forms: dict[str, Form] = {f"LayerNormalization, {n} a row": partial(_normalised, n) for n in (1, 8)}
+        forms: dict[str, Form] = {f"LayerNormalization, {n} a row": partial(_normalised, n) for n in (1, 8, 32)}
         forms["InstanceNormalization"] = _as_instances
         forms |= {name: partial(_reduced, name) for name in ("ReduceMean", "ReduceSumSquare")}
         yield Case(f"statistics of rows {shape}", [shape], forms)

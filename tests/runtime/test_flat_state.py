@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from amp_transpiler.lists import place_traits
 from amp_transpiler.nn import functional as F
 from amp_transpiler.ops.training import scaling
 from amp_transpiler.passes.lowering import flat_layout, lowering
-from amp_transpiler.passes.lowering.place import cache_of
+from amp_transpiler.passes.lowering.place import cores_of
+from amp_transpiler.passes.lowering.wanted import Cores
 from amp_transpiler.runtime import device_tensors, executor
 from amp_transpiler.runtime.scope import Scope
 from tests.helpers.node_by_node import node_by_node
@@ -315,9 +317,12 @@ def test_chunks_are_those_of_the_cache_that_a_core_has(
         (tmp_path / f"index{number}").mkdir()
         (tmp_path / f"index{number}" / "level").write_text(f"{level}\n")
         (tmp_path / f"index{number}" / "size").write_text(f"{bytes_}\n")
-    assert cache_of(amp.CPUPlace(), tmp_path) == found and cache_of(amp.CPUPlace(), tmp_path / "none") == 0
-    assert cache_of(amp.CUDAPlace(0), tmp_path) == 0
-    assert place_traits("cpu").chunk(found) == (start, chunk) and place_traits("cuda").chunk(found) == (0, 0)
+    assert cores_of(amp.CPUPlace(), 3, tmp_path) == Cores(found, 3)
+    assert cores_of(amp.CPUPlace(), None, tmp_path / "none") == Cores(0, os.cpu_count() or 1)
+    assert cores_of(amp.CUDAPlace(0), 3, tmp_path) == Cores()
+    assert place_traits("cpu").chunk(found, 1) == (start, chunk) and place_traits("cuda").chunk(found, 1) == (0, 0)
+    assert place_traits("cpu").chunk(found, 2) == (min(2**19, 2 * start), min(2**18, 2 * chunk))
+    assert place_traits("cpu").chunk(found, 64) == (2**19, 2**18)
 
 
 def chunks_in(graph: onnx.GraphProto) -> set[int]:
@@ -337,7 +342,7 @@ def test_a_file_has_the_chunks_of_no_machine(monkeypatch: pytest.MonkeyPatch) ->
             made.append(chunks_in(found.model.graph))
             return found
 
-        monkeypatch.setattr(executor, "cache_of", lambda place, cache=cache: cache)
+        monkeypatch.setattr(executor, "cores_of", lambda place, threads, cache=cache: Cores(cache, threads))
         monkeypatch.setattr(executor, "lower", lowered)
         results.append(trained([FEEDS, FEEDS], amp.optimizer.Adam(0.01), "fp32"))
         assert made[-1] == chunks, "of 800, 680 and 51 elements"

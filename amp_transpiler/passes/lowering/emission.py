@@ -93,7 +93,7 @@ class _Emission(EmulatedStorage):
         self.inputs: list[onnx.ValueInfoProto] = []
         self.named: dict[Variable, str] = {}  # tensors of nested graphs: a graph beside may have such variables too
         self.result = Lowered(onnx.ModelProto(), place, given=self.e.given)
-        self.layout = flat_layout(self.order, self.updates, self.shapes, place, self.left, wanted.cache)
+        self.layout = flat_layout(self.order, self.updates, self.shapes, place, self.left, wanted.cores)
         self.e.rows, self.e.together = self.layout.rows, drawn_together(self.order)
         self.biased = biased_products(self.order, place, wanted.keep_fp32, self.fetches)
         self.sums = running_sums(self.order, place, wanted.keep_fp32, self.fetches)

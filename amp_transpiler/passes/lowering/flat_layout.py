@@ -25,6 +25,7 @@ from amp_transpiler.ops.training.clip import CLIPS, NORM
 from amp_transpiler.ops.training.scaling import CHECK
 from amp_transpiler.ops.training.update import BY_PARAMETER
 from amp_transpiler.passes.lowering.lowered import Port
+from amp_transpiler.passes.lowering.wanted import Cores
 
 #: Elements of a parameter from which on copying its gradient into a buffer of several takes longer than the launches of
 #: an update of its own: 2**24 of fp32 are 128 MiB to move.
@@ -103,12 +104,12 @@ def flat_layout(
     updates: Mapping[Variable, Variable],
     shapes: Shapes | None,
     place: str,
-    left: Container[Variable] = frozenset(),
-    cache: int = 0,
+    left: Container[Variable],
+    cores: Cores,
 ) -> FlatLayout:
     """What lies in flat buffers on ``place`` in a step of these operators, which gives these updates.
 
-    ``left``: the variables of rows that are left to other ranks. ``cache``: bytes that a core has for itself.
+    ``left``: the variables of rows that are left to other ranks. ``cores``: of the machine that runs it.
     """
     layout = FlatLayout()
     at = place_traits(place)
@@ -137,7 +138,7 @@ def flat_layout(
             _add(layout, op, rows)
         grouped = {row.number for rows in buffers for row in rows}
         for row in rows_of:
-            if row.number not in grouped and (count := _chunks(row, *at.chunk(cache))) > 1:
+            if row.number not in grouped and (count := _chunks(row, *at.chunk(cores.cache, cores.threads))) > 1:
                 _add(layout, op, [row], count)
     _add_statistics(layout, operators, updates, shapes, at)
     return layout

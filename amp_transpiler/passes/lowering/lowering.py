@@ -19,7 +19,7 @@ from amp_transpiler.passes.lowering.emission import emit
 from amp_transpiler.passes.lowering.fitting import fitted
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.place import Place, arithmetic_of, check_place
-from amp_transpiler.passes.lowering.wanted import Wanted
+from amp_transpiler.passes.lowering.wanted import Cores, Wanted
 from amp_transpiler.passes.numerics.mixed_norms import MixedNorms
 from amp_transpiler.passes.pipeline import Context, Pass, Pipeline, Property, Value, apply_to_copy, option
 
@@ -98,7 +98,7 @@ def lower(
     others: Sequence[Variable] = (),
     declared: bool = False,
     arithmetic: Arithmetic | None = None,
-    cache: int = 0,
+    cores: Cores | None = None,
 ) -> Lowered:
     """The model that a place of kind "cpu", "cuda" or "webgpu" runs for these feed shapes; ``program`` stays as it is.
 
@@ -107,9 +107,8 @@ def lower(
     """
     feed_shapes = {**held_shapes(program), **(feed_shapes or {})}
     named = {state.name: new.name for state, new in updates.items()} if isinstance(updates, Mapping) else updates
-    wanted = Wanted(
-        tuple(v.name for v in fetches), named, keep_fp32, tuple(v.name for v in others), declared, arithmetic, cache
-    )
+    given, beside = (tuple(v.name for v in each) for each in (fetches, others))
+    wanted = Wanted(given, named, keep_fp32, beside, declared, arithmetic, cores or Cores())
     context = Context({FEED_SHAPES: feed_shapes, WANTED: wanted})
     apply_to_copy(lowering(place), program, context)
     return context[LOWERED]

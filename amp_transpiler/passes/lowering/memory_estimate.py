@@ -21,7 +21,7 @@ from amp_transpiler.passes.lowering.liveness import Buffer, Liveness, plan
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.passes.lowering.own_rows import fullest, own_updates
-from amp_transpiler.passes.lowering.place import CPUPlace, Place, arithmetic_of, cache_of, check_place
+from amp_transpiler.passes.lowering.place import CPUPlace, Place, arithmetic_of, check_place, cores_of
 from amp_transpiler.passes.view.training_step import TrainingStep, training_step
 
 _MIB = 2**20
@@ -139,7 +139,7 @@ def lower_sized(
     rank = fullest(program) if rank is None else rank
     updates, others = own_updates(program, lambda owner: owner in (None, rank))
     lowered = lower(
-        program, place.kind, shapes, fetches, updates, (), others, True, arithmetic_of(place), cache_of(place)
+        program, place.kind, shapes, fetches, updates, (), others, True, arithmetic_of(place), cores_of(place, None)
     )
     _complete(program, lowered, shapes)
     return lowered, shapes

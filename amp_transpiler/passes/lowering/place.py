@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.lists import place_kinds, place_traits
 from amp_transpiler.option_checks import shown
 from amp_transpiler.passes.lowering.arithmetic import Arithmetic
+from amp_transpiler.passes.lowering.wanted import Cores
 
 
 @dataclass(frozen=True)
@@ -94,15 +96,19 @@ def arithmetic_of(place: Place) -> Arithmetic:
     return Arithmetic((place.emulate if isinstance(place, CPUPlace) else "") or place.kind)
 
 
-def cache_of(place: Place, caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Bytes of the cache that a core has for itself, its second level, on a place of this machine; 0: not known."""
+def cores_of(place: Place, threads: int | None, caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> Cores:
+    """The cores of this machine for a session with so many threads (None: onnxruntime's default, all cores).
+
+    What a core has for itself is its second level of cache, where Linux tells its size.
+    """
     if not place_traits(place.kind).host:
-        return 0
+        return Cores()
     try:
         found = [each for each in caches.glob("index*") if (each / "level").read_text().strip() == "2"]
-        return sum(1024 * int((each / "size").read_text().strip().removesuffix("K")) for each in found)
+        size = sum(1024 * int((each / "size").read_text().strip().removesuffix("K")) for each in found)
     except (OSError, ValueError):
-        return 0
+        size = 0
+    return Cores(size, threads or os.cpu_count() or 1)
 
 
 def check_place(place: object, caller: str) -> Place:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.passes.lowering.arithmetic import Arithmetic
+
+
+@dataclass(frozen=True)
+class Cores:
+    """Bytes of the cache that a core has for itself, 0 where that is not known, and how many threads a session has."""
+
+    cache: int = 0
+    threads: int = 1
 
 
 @dataclass(frozen=True)
@@ -21,8 +29,7 @@ class Wanted:
     these is exchanged here too, and rows of updates that nobody needs here are left to them.
     ``declared``: a fetch comes out in the type that the variable was declared with, not the one that it is held in.
     ``arithmetic``: whose 16-bit arithmetic it has; None for that of the place that runs it.
-    ``cache``: bytes of the cache that a core has for itself where it runs, 0 where nobody knows: the same program gives
-    the same file on every machine.
+    ``cores``: of the machine that runs it, where that is known: the same program gives the same file on every machine.
     """
 
     fetches: tuple[str, ...] = ()
@@ -31,7 +38,7 @@ class Wanted:
     others: tuple[str, ...] = ()
     declared: bool = True
     arithmetic: Arithmetic | None = None
-    cache: int = 0
+    cores: Cores = field(default_factory=Cores)
 
     @property
     def replays(self) -> bool:
