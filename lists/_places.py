@@ -14,6 +14,9 @@ import onnxruntime
 from amp_transpiler.errors import ListError
 from amp_transpiler.lists._schemas import read_text
 
+#: Elements from which on onnxruntime's Add and Mul take several threads (1.31, measured).
+_SHARED_OUT = 2**17
+
 
 @dataclass(frozen=True)
 class PlaceTraits:
@@ -53,14 +56,14 @@ class PlaceTraits:
     def chunk(self, cache: int, threads: int) -> tuple[int, int]:
         """From how many elements on a parameter is worked on in chunks, and how many one has about; 0, 0: never.
 
-        ``cache``: bytes of the cache that a core has for itself, 0 where that is not known. A chunk that lies in such
-        caches is shared out among ``threads``, each of which finds its part in its own.
+        ``cache``: bytes of the cache that a core has for itself, 0 where that is not known. A chunk that is shared out
+        among ``threads`` lies in the caches of all of them.
         """
         if not self.chunks:
             return 0, 0
-        whole = self.chunks[0][1:]
-        own = next(row[1:] for row in reversed(self.chunks) if cache >= row[0])
-        return min(whole[0], own[0] * threads), min(whole[1], own[1] * threads)
+        (_, *whole), (_, start, size) = self.chunks[0], [row for row in self.chunks if cache >= row[0]][-1]
+        parts = threads if size * threads >= _SHARED_OUT else 1
+        return min(whole[0], start * parts), min(whole[1], size * parts)
 
 
 @cache

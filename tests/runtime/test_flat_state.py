@@ -321,7 +321,8 @@ def test_chunks_are_those_of_the_cache_that_a_core_has(
     assert cores_of(amp.CPUPlace(), None, tmp_path / "none") == Cores(0, os.cpu_count() or 1)
     assert cores_of(amp.CUDAPlace(0), 3, tmp_path) == Cores()
     assert place_traits("cpu").chunk(found, 1) == (start, chunk) and place_traits("cuda").chunk(found, 1) == (0, 0)
-    assert place_traits("cpu").chunk(found, 2) == (min(2**19, 2 * start), min(2**18, 2 * chunk))
+    assert place_traits("cpu").chunk(found, 3) == (start, chunk)
+    assert place_traits("cpu").chunk(found, 4) == (2**19, min(2**18, 4 * chunk))
     assert place_traits("cpu").chunk(found, 64) == (2**19, 2**18)
 
 
