@@ -15,6 +15,7 @@ import amp_transpiler as amp
 from amp_transpiler.passes.lowering.arena import FIRST_REGION, LARGEST_REGION, REGION, Arena
 from amp_transpiler.passes.lowering.liveness import Liveness, plan
 from amp_transpiler.passes.lowering.lowered import Lowered
+from tests.helpers.places import change_place
 from tests.helpers.programs import build
 from tests.helpers.where import ROOT
 from tests.tools.memory_run import measured
@@ -130,8 +131,13 @@ def test_a_symbolic_size_is_given_once() -> None:
     assert main.memory_estimate({"x": (3, 8)}).feed_shapes == {"x": (3, 8), "z": (3, 8)}
 
 
+@pytest.mark.parametrize("chunks", [(), ((0, 2**17, 2**15),)])
 @pytest.mark.parametrize("mode, half", [("fp32", False), ("pure-fp16", True)])
-def test_state_of_a_training_program(mode: str, half: bool) -> None:
+def test_state_of_a_training_program(
+    mode: str, half: bool, chunks: tuple[tuple[int, int, int], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients that an update reads in chunks, through a view, are gradients until then."""
+    change_place(monkeypatch, "cpu", chunks=chunks)
     net = build("mlp", mode)
     sizes = {v.name: int(np.prod(v.shape)) * (2 if v.dtype == "float16" else 4) for v in net.main.parameters}
     numbers = sum(int(np.prod(v.shape)) for v in net.main.parameters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from amp_transpiler.runtime.missing import cuda_missing
-from tests.benchmarks import forms, gpu
+from tests.benchmarks import forms, gpu, profiled
 from tests.helpers.where import ROOT
 
 SHORT = ["--tiny", "--models", "bert", "--modes", "pure"]
@@ -31,6 +32,19 @@ class Elsewhere:
 def begin(asked: gpu.Asked, torch: str | None = None, profiled: bool = False) -> Any:
     """Ours in this process."""
     return gpu.Ours(asked) if torch is None else Elsewhere()
+
+
+def test_what_launches_nothing_costs_nothing() -> None:
+    """Nor do graphs, whose nodes are events of their own, nor the first run."""
+
+    def node(start: int, name: str, took: int) -> dict[str, Any]:
+        return {"ts": start, "name": f"{name}_kernel_time", "cat": "Node", "dur": took, "args": {"op_name": name}}
+
+    runs = [{"ts": start, "name": "model_run"} for start in (0, 10)]
+    events = [node(start, name, 3) for start in (1, 11) for name in ("Mul", "Mul", "Reshape", "If", "Shape")]
+    spent: collections.Counter[str] = collections.Counter()
+    profiled._add_costs([*runs, *events], spent)
+    assert spent == {"Mul": 6}
 
 
 @pytest.mark.skipif(cuda_missing(0) is None, reason="there is a device")
