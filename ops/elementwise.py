@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from amp_transpiler.ir.decompose import Parts, decomposition
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.intervals import (
     ANY,
@@ -26,10 +27,10 @@ from amp_transpiler.ir.intervals import (
     squared,
     total,
 )
-from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import gradient, lowering_rule, no_gradient, own, range_rule, traits
 from amp_transpiler.ir.operator_call import Held, Writer
-from amp_transpiler.ir.types import HALF
+from amp_transpiler.ir.types import FLOATS, HALF
 from amp_transpiler.ops.common import Grads, comparable, size_of, summed, times
 
 
@@ -117,6 +118,18 @@ def mod(e: Emitter, op: Operator, x0: Value, x1: Value, y: Value, dy: Value) -> 
         q = e.Round(comparable(e, e.Div(e.Sub(x0, y), x1)), shape=dy.shape)  # nor has CUDA a Round of bfloat16
         dx1 = summed(e, e.Neg(e.Mul(dy, e.cast(q, dy.dtype))), dy, 1)
     return [dx0, dx1]
+
+
+@decomposition("Mod")
+def floor_mod(d: Parts, op: Operator, x: Variable, y: Variable) -> list[Variable]:
+    """Floats have only the remainder with the sign of x before opset 28: one of the other sign is off by one y.
+
+    A zero has no sign that counts: onnxruntime's Where makes 0 of -0.
+    """
+    if d.whole("fmod", 0) or x.dtype not in FLOATS:
+        return [d.Mod(x, y, fmod=d.whole("fmod", 0))]
+    rest = d.Mod(x, y, fmod=1)
+    return [d.Where(d.Less(d.Mul(d.Sign(rest), d.Sign(y)), 0), d.Add(rest, y), rest)]
 
 
 def _select(e: Emitter, op: Operator, xs: list[Value], y: Value, dy: Value) -> Grads:

@@ -203,6 +203,23 @@ def test_an_operator_newer_than_onnxruntime_computes_by_its_parts() -> None:
     np.testing.assert_allclose(found, a / (1 + np.exp(-a)) * b, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float", "float16", "bfloat16"])
+def test_a_remainder_with_the_sign_of_its_divisor_computes_where_floats_have_none(dtype: str) -> None:
+    """Opset 28 has it for floats; earlier ones, and onnxruntime until 1.31, refuse it when they run."""
+    text = f'<ir_version: 10, opset_import: ["" : 28]> net ({dtype}[n] a, {dtype}[n] b) => ({dtype}[n] y) {{ y = Mod(a, b) }}'
+    program = amp.Program.from_onnx(onnx.parser.parse_model(text))
+    numbers = [0.0, -0.0, 1.5, -1.5, 4.25, -4.25, 7.0, -7.0, 3.5, np.inf, -np.inf, np.nan]
+    a, b = (
+        side.ravel().astype(numpy_dtype({"float": "float32"}.get(dtype, dtype)))
+        for side in np.meshgrid(numbers, numbers)
+    )
+    (found,) = amp.Executor(amp.CPUPlace()).run(program, {"a": a, "b": b}, ["y"])
+    with np.errstate(invalid="ignore"):
+        wanted = np.mod(a.astype(np.float64), b.astype(np.float64))
+    assert found.dtype == a.dtype
+    np.testing.assert_array_equal(found.astype(np.float64), wanted)
+
+
 def test_a_program_stays_at_an_opset_that_no_earlier_one_can_express() -> None:
     text = """<ir_version: 10, opset_import: ["" : 28]>
         net (float[1, 4, 2, 2] x) => (float[1, 16, 1, 1] y) { y = SpaceToDepth <blocksize = 2, mode = "CRD"> (x) }"""

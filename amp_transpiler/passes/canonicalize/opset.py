@@ -38,14 +38,14 @@ def convert_opset(program: Graph, target: int = TARGET_OPSET) -> bool:
     if version == target:
         return False
     check_age(program)
-    missing = []
+    later = []
     for op in list(program.walk()):
-        if not op.domain and _since(op.type, version) and not _since(op.type, target) and has_decomposition(op):
-            missing.append(op)
+        if not op.domain and _is_later(op, version, target) and has_decomposition(op):
+            later.append(op)
         elif not op.domain:
             _convert(op, version, target)
     program.info.opsets[""] = target
-    for op in missing:  # what they are made of has the target's form
+    for op in later:  # what they are made of has the target's form
         decompose_operator(op)
     program.info.ir_version = max(program.info.ir_version, TARGET_IR_VERSION)
     program.touch()
@@ -71,6 +71,11 @@ def _since(kind: str, version: int) -> int | None:
         return None
 
 
+def _is_later(op: Operator, version: int, target: int) -> bool:
+    """Whether the opset ``target`` has an earlier form of an operator, or none."""
+    return (_since(op.type, version) or 0) > (_since(op.type, target) or 0)
+
+
 def can_convert(program: Graph, target: int) -> bool:
     """Whether the opset ``target``, an earlier one, has a form of every operator."""
     version = program.opset()
@@ -85,7 +90,7 @@ def _obstacle(op: Operator, version: int, target: int) -> str | None:
             f"operator '{op.label}' ({op.type}, opset {version}) does not exist at opset {target}, which this "
             "place or the training of this program needs"
         )
-    if new is None or old is None or old <= new:
+    if new is None or not _is_later(op, version, target) or has_decomposition(op):
         return None
     schema = onnx.defs.get_schema(op.type, target, "")
     unknown = next((name for name in op.attrs if name not in schema.attributes), None)
