@@ -106,7 +106,7 @@ def _together(e: Emitter, rows: Rows, values: Sequence[Value]) -> Value | None:
 
     None where they were not made alike, or where that would move more bytes. Zeros between rows stay zeros.
     """
-    makers = [_maker(e, value) for value in values]
+    makers = _alike(e, rows, values)
     first = makers[0]
     if first is None or first.type not in _KEEPS_ZEROS or len(makers) == 1:
         return None
@@ -128,6 +128,24 @@ def _together(e: Emitter, rows: Rows, values: Sequence[Value]) -> Value | None:
         made_of = (column[number] for column, single in zip(columns, one, strict=True) if not single)
         e.joined_through[value.name] = (whole.name, tuple(v.name for v in made_of if v is not None))
     return whole
+
+
+def _alike(e: Emitter, rows: Rows, values: Sequence[Value]) -> list[Maker | None]:
+    """What made each value. Where most are small quotients, the others are themselves by ones, bit for bit, if dividing
+    all of them at once takes fewer kernels."""
+    makers = [_maker(e, value) for value in values]
+    divided = [
+        maker is not None and maker.type == "Div" and len({math.prod(_size(v)) for v in maker.inputs}) == 1
+        for maker in makers
+    ]
+    most = e.at.most_tensors or len(values)
+    joining = 1 if len(values) <= most else 1 + math.ceil(len(values) / most)
+    if all(divided) or sum(divided) <= 1 + joining or rows.size > _FEW:
+        return makers
+    return [
+        maker if quotient else Maker("Div", (value, e.const(np.ones(shape), value.dtype)), {})
+        for maker, quotient, value, shape in zip(makers, divided, values, rows.shapes, strict=True)
+    ]
 
 
 def _fills(e: Emitter, rows: Rows, values: Sequence[Value]) -> bool:

@@ -32,7 +32,6 @@ _MASKED = "its output is -inf where it is masked, so the sum of it has no slope"
 _RANDOM = "the evaluator draws another mask"
 _WINDOWS = "onnxruntime's kernel at opset 21 adds a window that starts behind the input"
 _UNROUNDED = "the evaluator aligns corners to the size before it is rounded down; onnxruntime to the size there is"
-_NO_KERNEL = "onnxruntime has no Mod of floats by the sign of the divisor"
 _NEWER = "opset 21 has no such SpaceToDepth, and GraphError says so"
 _SHAPED = "its rule refuses an output_shape"
 _FUNCTION = "the function that the evaluator runs adds fp32 constants to float64; test_decompose has it"
@@ -57,7 +56,6 @@ NAMED: dict[str, str] = {
         ),
         _RANDOM,
     ),
-    **dict.fromkeys(("test_mod_float32_mixed_sign_fmod_0", "test_mod_float64_mixed_sign_fmod_0"), _NO_KERNEL),
     **{f"test_scatter_elements_with_reduction_{how}": _OTHER for how in ("mul", "max", "min")},
     **dict.fromkeys(
         (

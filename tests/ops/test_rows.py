@@ -21,11 +21,13 @@ RNG = np.random.default_rng(0)
 Values = list[Value]
 
 
-def _run(write: Callable[[Emitter, Values, Values], Values]) -> tuple[list[str], np.ndarray, list[np.ndarray]]:
+def _run(
+    write: Callable[[Emitter, Values, Values], Values], shapes: tuple[tuple[int, ...], ...] = SHAPES
+) -> tuple[list[str], np.ndarray, list[np.ndarray]]:
     """The operators that join what ``write`` makes of two lists of tensors; what came of them, and of ``write``."""
     e = Emitter("cuda")
-    rows = Rows(tuple(range(len(SHAPES))), SHAPES)
-    given = [[Value(f"{letter}{i}", "float32", shape) for i, shape in enumerate(SHAPES)] for letter in "ab"]
+    rows = Rows(tuple(range(len(shapes))), shapes)
+    given = [[Value(f"{letter}{i}", "float32", shape) for i, shape in enumerate(shapes)] for letter in "ab"]
     e.reserve(v.name for values in given for v in values)
     each = write(e, *given)
     before = len(e.nodes)
@@ -79,6 +81,20 @@ def test_joined_is_each_of_them_with_zeros_between(
         expected[0, offset : offset + value.size] = value.ravel()
     assert set(made) - {"Reshape"} == operators
     np.testing.assert_array_equal(whole, expected)
+
+
+@pytest.mark.parametrize(("quotients", "divisions"), [(2, 0), (3, 1), (5, 1)])
+def test_most_quotients_are_divided_at_once(quotients: int, divisions: int) -> None:
+    """The others by ones, which changes no bit; of two, a second Concat would cost what a Div less saves."""
+
+    def write(e: Emitter, a: Values, b: Values) -> Values:
+        return [e.Div(v, w) if 0 < i <= quotients else e.Neg(v) for i, (v, w) in enumerate(zip(a, b, strict=True))]
+
+    made, whole, each = _run(write, (*SHAPES, (128,), (64, 2), (7,), (1,)))
+    assert (made.count("Div"), made.count("Concat")) == (divisions, 1 + divisions)
+    for offset, value in zip((0, 128, 384, 512, 640, 768, 896), each, strict=True):
+        assert whole[0, offset : offset + value.size].tobytes() == value.tobytes()
+    assert np.count_nonzero(whole) == sum(value.size for value in each)
 
 
 @pytest.mark.parametrize(("whole", "casts"), [(True, 1), (False, 2)])
