@@ -41,7 +41,7 @@ def rows_read(e: Emitter, x: Value, window: Window) -> Value:
         return by_channel(e, window.read(e, window.pad(e, x, 2), window.taps[0], 2))
     key = f"{x.name} read by {window}"
     if key not in e.shared:
-        read = window.read(e, exchanged(e, x), window.taps[0], 2)
+        read = window.read(e, window.pad(e, exchanged(e, x), 2), window.taps[0], 2)
         e.shared[key] = (e.reshape(read, (size_of(read)[0], prod(size_of(read)[1:]))),)
     return e.shared[key][0]
 

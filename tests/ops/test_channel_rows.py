@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -68,8 +69,10 @@ def _program(size: int, dtype: str) -> tuple[Program, dict[str, tuple[int, ...]]
     return program, shapes
 
 
-def _results(program: Program, place: str, feeds: dict[str, Any]) -> tuple[onnx.ModelProto, list[np.ndarray]]:
-    wanted = [program.var(name) for name in ("loss", *(f"{leaf}@GRAD" for leaf in LEAVES))]
+def _results(
+    program: Program, place: str, feeds: dict[str, Any], leaves: Sequence[str] = LEAVES
+) -> tuple[onnx.ModelProto, list[np.ndarray]]:
+    wanted = [program.var(name) for name in ("loss", *(f"{leaf}@GRAD" for leaf in leaves))]
     lowered = lower(program, place, {name: value.shape for name, value in feeds.items()}, wanted)
     given = feeds | {name: np.zeros((), np.float32) for name in lowered.scalars}
     return lowered.model, run(lowered.model, {info.name: given[info.name] for info in lowered.model.graph.input})
@@ -87,3 +90,23 @@ def test_the_gradients_are_those_of_images(size: int, copies: int) -> None:
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4 * np.abs(b).max(), err_msg=name)
     assert set(without_cuda_kernel(model)) <= {"Constant(T=float)"}  # folded when a session is made
     assert [node.op_type for node in model.graph.node].count("Transpose") == copies
+
+
+@pytest.mark.parametrize("window", ["pads = [1, 0, 2, 1]", "pads = [2, 2, 2, 2], strides = [2, 2]"])
+def test_a_kernel_of_one_position_reads_zeros_around_what_lies_in_rows(window: str) -> None:
+    """Its weight gradient read rows without them, and the step did not run."""
+    text = f"""<ir_version: 10, opset_import: ["" : 21]>
+        net (float[2, 3, 5, 6] x, float[3] s, float[3] b, float[4, 3, 1, 1] w) => (float loss) {{
+            n, m, v = BatchNormalization <training_mode = 1> (x, s, b, b, s)
+            y = Conv <{window}> (n, w)
+            z = Mul(y, y)
+            loss = ReduceSum <keepdims = 0> (z) }}"""
+    program = Program.from_onnx(onnx.parser.parse_model(text))
+    for leaf in ("s", "w"):
+        program.var(leaf).stop_gradient = False
+    amp.append_backward(program.var("loss"), parameter_list=["s", "w"])
+    feeds = {v.name: RNG.uniform(0.5, 2, v.shape).astype(np.float32) for v in program.inputs}
+    for found, expected in zip(
+        *(_results(program, place, feeds, ("s", "w"))[1] for place in ("cuda", "cpu")), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-4)
