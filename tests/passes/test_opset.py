@@ -203,6 +203,17 @@ def test_an_operator_newer_than_onnxruntime_computes_by_its_parts() -> None:
     np.testing.assert_allclose(found, a / (1 + np.exp(-a)) * b, rtol=1e-6)
 
 
+@pytest.mark.parametrize("opset", [24, 25, NEWEST])
+@pytest.mark.parametrize("dtype", ["float", "float16", "bfloat16"])
+def test_an_operator_whose_function_onnxruntime_has_outgrown_computes_by_its_parts(opset: int, dtype: str) -> None:
+    """onnxruntime takes Swish apart at opset 24 alone, where its function was written, and has no kernel of it."""
+    text = f'<ir_version: 10, opset_import: ["" : {opset}]> net ({dtype}[3] x) => ({dtype}[3] y) {{ y = Swish(x) }}'
+    program = amp.Program.from_onnx(onnx.parser.parse_model(text))
+    x = np.array([-3, 0.5, 2], numpy_dtype({"float": "float32"}.get(dtype, dtype)))
+    (found,) = amp.Executor(amp.CPUPlace()).run(program, {"x": x}, ["y"])
+    np.testing.assert_allclose(found.astype(np.float32), [-0.1422776, 0.3112297, 1.7615942], rtol=1e-2)
+
+
 @pytest.mark.parametrize("dtype", ["float", "float16", "bfloat16"])
 def test_a_remainder_with_the_sign_of_its_divisor_computes_where_floats_have_none(dtype: str) -> None:
     """Opset 28 has it for floats; earlier ones, and onnxruntime until 1.31, refuse it when they run."""

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.dealt_rows import held_shapes
+from amp_transpiler.ir.decompose import has_decomposition
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.opdef import lowering_rule_of
-from amp_transpiler.lists import NEWEST_OPSET, TARGET_OPSET, place_kinds, place_traits
+from amp_transpiler.ir.types import FLOATS, HALF
+from amp_transpiler.lists import NEWEST_OPSET, TARGET_OPSET, place_kinds, place_traits, unsupported_reason
 from amp_transpiler.passes.canonicalize.control_flow import FEED_SHAPES, ExpandControlFlow
 from amp_transpiler.passes.canonicalize.inlining import InlineFunctions
 from amp_transpiler.passes.canonicalize.opset import can_convert, convert_opset
@@ -59,9 +61,23 @@ class RuntimeOpset(Pass):
         arithmetic = context.get(WANTED, Wanted()).arithmetic
         emulated = version < _AXES_READ and arithmetic is not None and kernels_of(arithmetic) is not None
         later = traits.bodies or emulated or (version > TARGET_OPSET and traits.device)
-        if not stays and (later or any(lowering_rule_of(op) for op in graph.walk())):
+        if self._lacks(graph, version) or (not stays and (later or any(map(lowering_rule_of, graph.walk())))):
             return TARGET_OPSET
         return NEWEST_OPSET if version > NEWEST_OPSET and can_convert(graph, NEWEST_OPSET) else version
+
+    def _lacks(self, graph: Graph, version: int) -> bool:
+        """Whether the host computes an operator by its parts alone, and onnxruntime does not take it apart itself.
+
+        It computes 16-bit ones in fp32.
+        """
+        host, newest = version > TARGET_OPSET and place_traits(self.place).host, min(version, NEWEST_OPSET)
+        return host and any(
+            unsupported_reason(op.type, "float32" if v.dtype in HALF else v.dtype, newest, self.place)
+            for op in graph.walk()
+            if not op.domain and has_decomposition(op)
+            for v in op.outputs[:1]
+            if v is not None and v.dtype in FLOATS
+        )
 
 
 @dataclass(frozen=True)
