@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from amp_transpiler.ir.decompose import Parts, decomposition
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.intervals import Interval, Ranges, any_of, hull, same, same_or_zero
-from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import channel_rule, gradient, no_gradient, own, range_rule, traits
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import FLOATS
@@ -244,6 +245,18 @@ def space_to_depth(e: Emitter, op: Operator, dy: Value) -> Grads:
     block = int(op.attrs["blocksize"])
     apart = e.reshape(dy, [n, block, block, c, h // block, w // block])
     return [e.reshape(e.transpose(apart, [0, 3, 4, 1, 5, 2]), [n, c, h, w])]
+
+
+@decomposition("SpaceToDepth")
+def space_to_depth_by_mode(d: Parts, op: Operator, x: Variable) -> list[Variable]:
+    """Opset 28 has a mode; before, depth comes first. With columns and rows first the order of channels is another."""
+    block, depth = d.whole("blocksize", 1), d.size(x, 1)
+    blocks = d.SpaceToDepth(x, blocksize=block)
+    if op.attrs.get("mode", "DCR") == "DCR":
+        return [blocks]
+    if depth is None:
+        raise d.error(f"the number of channels of '{x.name}' is not known")
+    return [d.Gather(blocks, d.const(np.arange(block**2 * depth).reshape(-1, depth).T.ravel()), axis=1)]
 
 
 _VIEWS = ("Reshape", "Flatten", "Squeeze", "Unsqueeze")

@@ -32,7 +32,6 @@ _MASKED = "its output is -inf where it is masked, so the sum of it has no slope"
 _RANDOM = "the evaluator draws another mask"
 _WINDOWS = "onnxruntime's kernel at opset 21 adds a window that starts behind the input"
 _UNROUNDED = "the evaluator aligns corners to the size before it is rounded down; onnxruntime to the size there is"
-_NEWER = "opset 21 has no such SpaceToDepth, and GraphError says so"
 _SHAPED = "its rule refuses an output_shape"
 _FUNCTION = "the function that the evaluator runs adds fp32 constants to float64; test_decompose has it"
 _OTHER = "its rule refuses this reduction, which test_gradients_more proves"
@@ -45,8 +44,6 @@ NAMED: dict[str, str] = {
     "test_resize_downsample_scales_cubic_align_corners": _UNROUNDED,
     "test_maxunpool_export_with_output_shape": _SHAPED,
     "test_mvn": _FUNCTION,
-    "test_spacetodepth_dcr_mode_example": _NEWER,
-    "test_spacetodepth_crd_mode_example": _NEWER,
     **dict.fromkeys(
         (
             "test_training_dropout",

@@ -231,9 +231,20 @@ def test_a_remainder_with_the_sign_of_its_divisor_computes_where_floats_have_non
     np.testing.assert_array_equal(found.astype(np.float64), wanted)
 
 
+@pytest.mark.parametrize("mode", ["DCR", "CRD"])
+def test_space_to_depth_of_either_mode_computes(mode: str) -> None:
+    text = f"""<ir_version: 10, opset_import: ["" : 28]>
+        net (float[n, 3, 4, 6] x) => (float[n, 12, 2, 3] y) {{ y = SpaceToDepth <blocksize = 2, mode = "{mode}"> (x) }}"""
+    program = amp.Program.from_onnx(onnx.parser.parse_model(text))
+    x = np.arange(144, dtype=np.float32).reshape(2, 3, 4, 6)
+    (found,) = amp.Executor(amp.CPUPlace()).run(program, {"x": x}, ["y"])
+    order = (0, 3, 5, 1, 2, 4) if mode == "DCR" else (0, 1, 3, 5, 2, 4)
+    np.testing.assert_array_equal(found, x.reshape(2, 3, 2, 2, 3, 2).transpose(order).reshape(2, 12, 2, 3))
+
+
 def test_a_program_stays_at_an_opset_that_no_earlier_one_can_express() -> None:
     text = """<ir_version: 10, opset_import: ["" : 28]>
-        net (float[1, 4, 2, 2] x) => (float[1, 16, 1, 1] y) { y = SpaceToDepth <blocksize = 2, mode = "CRD"> (x) }"""
+        net (float16 a, float16 b, float16 c) => (float16[n] y) { y = Range <stash_type = 1> (a, b, c) }"""
     program = amp.Program.from_onnx(onnx.parser.parse_model(text))
     lowered = program.lower(amp.CPUPlace())
     assert [(each.domain, each.version) for each in lowered.model.opset_import] == [("", 28)]
