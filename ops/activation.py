@@ -61,13 +61,6 @@ def elu(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
     return [e.Where(_positive(e, x), dy, below if alpha == 1 else e.Mul(below, e.like(alpha, x)))]
 
 
-@gradient("Celu", reads="x0 dy0", native=True)
-def celu(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    alpha = float(op.attrs.get("alpha", 1.0))
-    slope = e.Exp(x if alpha == 1 else e.Div(x, e.like(alpha, x)))
-    return [e.Where(_positive(e, x), dy, e.Mul(dy, slope))]
-
-
 @gradient("Selu", reads="x0 dy0", native=True)
 def selu(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
     alpha = float(op.attrs.get("alpha", 1.67326319217681884765625))
@@ -212,6 +205,15 @@ def log_softmax(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
 
 def _axis(op: Operator, value: Value) -> int:
     return int(op.attrs.get("axis", -1)) % len(size_of(value))
+
+
+@decomposition("Celu")
+def celu(d: Parts, op: Operator, x: Variable) -> list[Variable]:
+    """Of which no GPU place has a kernel, and onnxruntime would take the CPU's there."""
+    alpha = d.number("alpha", 1.0)
+    if alpha == 1:
+        return [d.Elu(x)]
+    return [d.Where(d.Greater(x, 0), x, d.Mul(d.Elu(d.Div(x, alpha)), alpha))]
 
 
 @decomposition("Swish")

@@ -97,8 +97,17 @@ def elu(x: Variable, alpha: float = 1.0) -> Variable:
 
 @function()
 def celu(x: Variable, alpha: float = 1.0) -> Variable:
-    """``x`` where it is above 0, ``alpha * (exp(x / alpha) - 1)`` elsewhere (Barron 2017). ``x``: float, any shape."""
-    return _one("celu", "Celu", x, alpha=real("celu", "alpha", alpha))
+    """``x`` where it is above 0, ``alpha * (exp(x / alpha) - 1)`` elsewhere (Barron 2017). ``x``: float, any shape.
+
+    Made of Elu: no GPU place has a kernel of Celu. ArgumentError for an ``alpha`` of 0.
+    """
+    call, prefix = "celu", fresh("celu")
+    scale, above = real(call, "alpha", alpha), constant(_checked(call, x), 0.0)
+    if scale == 0:
+        raise ArgumentError(f"{call}: alpha=0 divides by zero; relu is what it comes close to")
+    below = append(call, "Elu", [append(call, "Div", [x, constant(x, scale)], prefix=prefix)], prefix=prefix)
+    below = append(call, "Mul", [below, constant(x, scale)], prefix=prefix)
+    return append(call, "Where", [append(call, "Greater", [x, above], prefix=prefix), x, below], prefix=prefix)
 
 
 @function()

@@ -89,7 +89,7 @@ class Case:
         return rule.run(typed_feeds(rule.model, values))
 
     def exists_in(self, dtype: str) -> bool:
-        """Whether the forward operator has this 16-bit type at all (Sin has no bfloat16, Celu neither)."""
+        """Whether the forward operator has this 16-bit type at all (Sin has no bfloat16)."""
         try:
             schema = onnx.defs.get_schema(self.type, OPSET, self.domain)
         except onnx.defs.SchemaError:

@@ -111,4 +111,4 @@ def test_trains(name: str, mode: str) -> None:
     assert np.isfinite(losses).all() and losses[-1] < 0.9 * losses[0], losses
     model = lower(main, "cuda", {key: array.shape for key, array in feeds.items()}, [loss]).model
     missing = {node.split("(")[0] for node in without_cuda_kernel(model)}
-    assert missing <= {"Mish", "Celu"}  # which onnxruntime replaces by function bodies of operators that have one
+    assert missing <= {"Mish"}  # which onnxruntime replaces by its function body, of operators that have one
