@@ -6,6 +6,8 @@ so walking such a model node by node shows, without a GPU, that it rounds where 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -14,6 +16,7 @@ from amp_transpiler.passes.lowering.lowering import lower
 from tests.helpers.node_by_node import node_by_node
 from tests.helpers.ports import fed, taken
 from tests.helpers.programs import LAYERS, build
+from tests.helpers.random_nets import random_net
 from tests.helpers.sessions import session
 
 MODES = ("fp32", "amp", "pure-fp16")
@@ -24,7 +27,25 @@ CASES += [("use_case", "pure-fp16", "webgpu"), ("transformer", "amp", "webgpu")]
 
 @pytest.mark.parametrize(("name", "mode", "other"), CASES)
 def test_the_lowerings_agree(name: str, mode: str, other: str) -> None:
-    net = build(name, mode, batch=2)
+    # The gradient of a bias before a normalisation is the sum of numbers whose sum is 0: of their roundings.
+    tolerance, least = (1e-4, 1e-3) if mode == "fp32" else (4e-3, 1e-2)
+    _agree(build(name, mode, batch=2), mode, other, tolerance, least, 1e-4)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_they_agree_on_nets_drawn_at_random(seed: int) -> None:
+    for mode in ("fp32", "pure"):
+        net = random_net(seed, mode)
+        try:
+            _agree(net, mode, "cuda", *((1e-4, 1e-3) if mode == "fp32" else (2e-2, 2e-2)), 1e-3)
+        except Exception as error:
+            error.add_note(f"{mode}: {', '.join(net.layers)}")
+            raise
+
+
+def _agree(net: Any, mode: str, other: str, tolerance: float, least: float, noisy: float) -> None:
+    """Both give the same loss, gradients, masks and new state, up to a ``tolerance`` of a tensor and, for gradients,
+    ``least`` of the largest one. Below ``noisy`` of that a parameter's gradient is noise, and its update is not asked."""
     executor, scope = amp.Executor(amp.CPUPlace()), amp.Scope()
     executor.run(net.startup, scope=scope)
     if mode != "fp32":
@@ -50,7 +71,7 @@ def test_the_lowerings_agree(name: str, mode: str, other: str) -> None:
     assert cpu.keys() == device.keys()
     floor = max(float(np.abs(cpu[g.name].astype(np.float32)).max()) for g in gradients)
     #: A bias before a normalisation has a gradient of zero; Adam divides its rounding noise by its own size.
-    noise = tuple(p.name for p in net.main.parameters if np.abs(cpu[f"{p.name}@GRAD"]).max() < 1e-4 * floor)
+    noise = tuple(p.name for p in net.main.parameters if np.abs(cpu[f"{p.name}@GRAD"]).max() < noisy * floor)
     for variable, value in cpu.items():
         found = device[variable]
         assert value.dtype == found.dtype and value.shape == found.shape, variable
@@ -60,7 +81,5 @@ def test_the_lowerings_agree(name: str, mode: str, other: str) -> None:
         if variable.startswith(noise) and not variable.endswith("@GRAD"):
             continue
         a, b = value.astype(np.float64), found.astype(np.float64)
-        # The gradient of a bias before a normalisation is the sum of numbers whose sum is 0: of their roundings.
-        tolerance, least = (1e-4, 1e-3) if mode == "fp32" else (4e-3, 1e-2)
         scale = np.linalg.norm(a) + least * floor * np.sqrt(a.size) * variable.endswith("@GRAD")
         assert np.linalg.norm(a - b) <= tolerance * scale + 1e-6, (variable, np.linalg.norm(a - b) / max(scale, 1e-12))
