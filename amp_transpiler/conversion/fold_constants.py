@@ -49,8 +49,7 @@ _SECONDS = 10.0
 _NODE = 96
 #: The part of its constants' bytes by which a file may grow for the sake of fewer operators.
 _GROWTH = 128
-#: Turns: what was in a branch that is taken may make other conditions known.
-_TURNS = 8
+_TURNS = 8  # what was in a branch that is taken may make other conditions known
 #: Small tensors whose content tells the sizes of others.
 _SMALL = 1024
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -90,6 +89,17 @@ def fold(program: Graph, names: frozenset[str] = frozenset(), keep: frozenset[Op
     if gone:
         annotate(program)  # what is a constant now may tell sizes
     return gone
+
+
+def fold_values(program: Graph) -> None:
+    """Let what is computed of constants and of declared sizes be constants, in place, in nested graphs too. What is
+    computed of weights stays, and all else that :func:`fold` takes out."""
+    before, unread = _count(program), {v.name for each in programs(program) for v in each.variables if not v.readers}
+    with within(Budget(_SECONDS)):
+        _fold_graph(program, frozenset(), frozenset())
+    if _count(program) != before:
+        remove_dead(program, frozenset(unread), frozenset())
+        annotate(program)
 
 
 def _count(program: Graph) -> int:
@@ -347,9 +357,9 @@ class _Folding:
         total = sum(byte_size(*tensor_type(v.data)) for v in self.program.variables if v.data is not None)
         spare = Room(total // _GROWTH + _NODE * len(self.folded))
         for op in self.folded:
-            for variable in (v for v in op.inputs if v is not None):
-                if variable.producer in self.folded:
-                    spare.join(op, variable.producer)
+            for made in (v.producer for v in op.inputs if v is not None):
+                if made in self.folded:
+                    spare.join(op, made)
         listed = listed_inputs(self.program)  # which stay
         for variable, array in self.leaves.items():
             if variable in listed:

@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 
 from amp_transpiler.errors import AmpError
+from amp_transpiler.ir.control import every_node
 from amp_transpiler.ir.infer import constant_array, static
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.types import numpy_dtype
@@ -95,7 +96,8 @@ def _near(found: np.ndarray, expected: np.ndarray) -> bool:
 
 
 def _free_reshapes(program: Program, graph: onnx.GraphProto, reached: list[Operator]) -> None:
-    """Let constant shapes of what comes from the inputs leave their first size open."""
+    """Let constant shapes of what comes from the inputs leave their first size open; what nobody reads then goes."""
+    replaced: set[str] = set()
     nodes = {node.output[0]: node for node in graph.node if node.op_type == "Reshape" and node.output}
     for op in reached:
         shape = op.input(1)
@@ -108,10 +110,14 @@ def _free_reshapes(program: Program, graph: onnx.GraphProto, reached: list[Opera
             name = program.unique(f"{out.name}.shape")
             graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(free, np.int64), name))
             node = nodes[out.name]
+            replaced.add(node.input[1])
             node.input[1] = name
             kept = [attribute for attribute in node.attribute if attribute.name != "allowzero"]  # 0 is: as it comes
             del node.attribute[:]
             node.attribute.extend(kept)
+    replaced -= {name for node in every_node(graph.node) for name in node.input} | {out.name for out in graph.output}
+    for held in [each for each in graph.initializer if each.name in replaced]:
+        graph.initializer.remove(held)
 
 
 def _repeat_tokens(program: Program, graph: onnx.GraphProto, inputs: list[Variable], reached: list[Operator]) -> None:

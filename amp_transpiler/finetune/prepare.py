@@ -12,6 +12,7 @@ import numpy as np
 from amp_transpiler.conversion.auto import unsafe
 from amp_transpiler.conversion.calibration.measure import measure
 from amp_transpiler.conversion.calibration.samples import load_calibration
+from amp_transpiler.conversion.fold_constants import fold_values
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
 from amp_transpiler.finetune.import_weights import (
     adopt_named,
@@ -80,8 +81,9 @@ def prepare_training(
     parameter for all; a matrix and its (transposed) copy are tied again; anonymous parameters get the name of their
     module, and linear layers their layout [out, in] (``restore``); layer norms that were written out (before opset 17)
     are one operator again, and RMS norms keep their statistics in fp32.
-    BatchNormalization and Dropout train, an If on a constant is inlined, loops of known length are unrolled, and
-    calls of the model's functions are inlined: variables of such a model are to be asked for by name again.
+    BatchNormalization and Dropout train, an If on a constant is inlined, loops of known length are unrolled, what is
+    computed of constants and of declared sizes is a constant, and calls of the model's functions are inlined:
+    variables of such a model are to be asked for by name again.
 
     Args:
         program: of ``Program.from_onnx``, without a backward pass.
@@ -132,6 +134,7 @@ def prepare_training(
         notes += once_for_all(program)
         notes += retie(program)
         notes += untie(program, _matched(program, keep_tied, "keep_tied"))
+        fold_values(program)
         notes += fuse_layer_norms(program)
         notes += fuse_gelus(program)
         notes += keep_root_mean_squares(program)

@@ -76,6 +76,8 @@ def test_a_fixed_batch_is_named_and_freed_on_request(name: str, tmp_path: Path) 
     onnx.save(exported(name), tmp_path / "model.onnx", save_as_external_data=True, location="weights", size_threshold=0)
     amp.fit(tmp_path / "model.onnx", tmp_path / "many.onnx", data=data, say=told.append, **FAST)
     assert any("fixed batch of 1: freed of it" in line for line in told)
+    graph = onnx.load(tmp_path / "many.onnx").graph
+    assert {held.name for held in graph.initializer} <= {name for node in graph.node for name in node.input}
     free = exported(name.removesuffix("_batch1"))
     onnx.save(free, tmp_path / "free.onnx")
     amp.fit(free, tmp_path / "same.onnx", data=data, **FAST)
