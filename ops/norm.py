@@ -239,12 +239,13 @@ def _frozen_gradient(
 
 @for_test("BatchNormalization")
 def batch_normalization_for_test(op: Operator) -> None:
-    """Use the running statistics, and leave them as they are."""
-    if not op.attrs.get("training_mode", 0):
+    """Use the running statistics, and leave them as they are. Before opset 14 one trains that has five outputs."""
+    if not op.attrs.get("training_mode", 0) and len(op.outputs) <= 3:
         return
-    op.attrs["training_mode"] = 0
+    if "training_mode" in op.attrs:
+        op.attrs["training_mode"] = 0
     op.metadata.pop(SYNCHRONIZED, None)
-    for slot, state in ((2, op.input(4)), (1, op.input(3))):
+    for slot, state in ((4, op.input(4)), (3, op.input(3)), (2, op.input(4)), (1, op.input(3))):
         new = op.output(slot)
         if new is not None and state is not None:
             op.program.replace_uses(new, state)

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import onnx
 
+from amp_transpiler.conversion.fold_constants import fold_values
 from amp_transpiler.errors import AmpError
 from amp_transpiler.ir.control import every_node
 from amp_transpiler.ir.infer import constant_array, static
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.types import numpy_dtype
+from amp_transpiler.ir.types import FLOATS, numpy_dtype
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import CPUPlace, Executor, Scope
 
@@ -47,7 +48,8 @@ def freed(
         for v in program.inputs
         if values and v.name in values
     }
-    model = program.to_onnx(external_data=False)
+    plain = _with_known_shapes(program)
+    model = plain.to_onnx(external_data=False)
     names = {v.name for v in inputs}
     sizes = {v.name: v.shape[0] for v in inputs if v.shape}
     if len(set(sizes.values())) > 1:
@@ -62,10 +64,11 @@ def freed(
         if dims and dims[0].dim_value == batch:
             dims[0].dim_param = BATCH
     del model.graph.value_info[:]
-    reached = _reached(inputs)
-    _free_reshapes(program, model.graph, reached)
+    given = [plain.var(v.name) for v in inputs]
+    reached = _reached(given)
+    _free_reshapes(plain, model.graph, reached)
     if batch == 1:
-        _repeat_tokens(program, model.graph, inputs, reached)
+        _repeat_tokens(plain, model.graph, given, reached)
     try:
         free = Program.from_onnx(model, name=program.name)
         own = [
@@ -82,11 +85,22 @@ def freed(
     return free
 
 
+def _with_known_shapes(program: Program) -> Program:
+    """A copy in which what exporters put together of constants, for a Reshape say, is one. Sizes that it asks for while
+    it runs stay, for those of a larger batch are others, and so do numbers, of which some may be weights."""
+    plain = program.clone()
+    keep = (op for op in plain.walk() if op.type in ("Shape", "Size") or {v.dtype for v in op.outputs if v} & FLOATS)
+    fold_values(plain, frozenset(keep))
+    return plain
+
+
 def _run(program: Program, feed: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """What it gives when it is tested: nothing is drawn, and samples do not depend on each other."""
     executor, scope = Executor(CPUPlace()), Scope()
     if program.startup is not None:
         executor.run(program.startup, scope=scope)
-    found: list[np.ndarray] = executor.run(program, feed=dict(feed), fetch_list=list(program.outputs), scope=scope)
+    test = program.clone(for_test=True)
+    found: list[np.ndarray] = executor.run(test, feed=dict(feed), fetch_list=list(test.outputs), scope=scope)
     return found
 
 

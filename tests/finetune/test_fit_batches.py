@@ -182,3 +182,20 @@ def test_a_class_token_is_repeated_for_every_sample(tmp_path: Path) -> None:
     before = {t.name: onnx.numpy_helper.to_array(t) for t in model("1", "all = Identity (x)").graph.initializer}
     after = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(tmp_path / "freed.onnx").graph.initializer}
     assert (before["token"] != after["token"]).all(), "the token is trained"
+
+
+def test_a_model_exported_to_be_trained_is_freed(tmp_path: Path) -> None:
+    """Dropout draws, and a shape is put together of constants: neither stands in the way of a larger batch."""
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
+        net (float[2, 4] x) => (float[2, 3] y) <float half = {0.5}, bool on = {1}, int64[1] two = {2}, int64[1] one = {1}> {
+            dropped = Dropout (x, half, on)
+            rows = Concat <axis = 0> (two, one, two, two)
+            apart = Reshape (dropped, rows)
+            flat = Flatten (apart)
+            y = MatMul (flat, w)
+        }""")
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((4, 3), np.float32), "w"))
+    told: list[str] = []
+    amp.fit(model, tmp_path / "out.onnx", data=features(40), batch_size=8, say=told.append)
+    assert any("fixed batch of 2: freed of it" in line for line in told)
+    assert onnx.load(tmp_path / "out.onnx").graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"

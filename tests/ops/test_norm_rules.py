@@ -189,3 +189,18 @@ def test_group_normalization_is_the_operators(shape: list[int], groups: int, see
         op = operator("GroupNormalization", "float16", inputs, attrs, ["Y"])
         y = run_body(op, place, [x, *inputs[1:]])[0].astype(np.float32)
         np.testing.assert_allclose(y, truth, rtol=2**-10, atol=2**-10)
+
+
+def test_batch_normalization_of_five_outputs_is_tested_with_running_statistics() -> None:
+    """Before opset 14 one that has them trains: each sample of a test would depend on the others."""
+    text = """<ir_version: 7, opset_import: ["" : 11]>
+        net (float[n,2] x, float[2] scale, float[2] bias, float[2] mean, float[2] var) => (float[n,2] y)
+        { y, new_mean, new_var, saved_mean, saved_var = BatchNormalization (x, scale, bias, mean, var) }"""
+    program = Program.from_onnx(onnx.parser.parse_model(text)).clone(for_test=True)
+    (op,) = program.operators
+    assert [v.name for v in op.outputs if v is not None] == ["y"] and not program.has_var("saved_var")
+    rng = np.random.default_rng(0)
+    x, scale, bias, mean, var = (rng.uniform(1, 2, s).astype(np.float32) for s in ((4, 2), 2, 2, 2, 2))
+    feeds = {"x": x, "scale": scale, "bias": bias, "mean": mean, "var": var}
+    (y,) = run_cpu(lower(program, "cpu").model, feeds)
+    np.testing.assert_allclose(y, (x - mean) / np.sqrt(var + 1e-5) * scale + bias, rtol=1e-5)
