@@ -18,7 +18,10 @@ from amp_transpiler.errors import AmpError
 from amp_transpiler.ir.control import every_node
 from amp_transpiler.ir.infer import constant_array, static
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
+from amp_transpiler.passes.canonicalize.simplify import remove_dead
+from amp_transpiler.passes.view.constants import content
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import CPUPlace, Executor, Scope
 
@@ -48,7 +51,7 @@ def freed(
         for v in program.inputs
         if values and v.name in values
     }
-    plain = _with_known_shapes(program)
+    plain = _with_known_shapes(program, inputs)
     model = plain.to_onnx(external_data=False)
     names = {v.name for v in inputs}
     sizes = {v.name: v.shape[0] for v in inputs if v.shape}
@@ -85,13 +88,34 @@ def freed(
     return free
 
 
-def _with_known_shapes(program: Program) -> Program:
-    """A copy in which what exporters put together of constants, for a Reshape say, is one. Sizes that it asks for while
-    it runs stay, for those of a larger batch are others, and so do numbers, of which some may be weights."""
+def _with_known_shapes(program: Program, inputs: list[Variable]) -> Program:
+    """A copy in which what exporters put together of constants, for a Reshape say, is one. What comes from the inputs
+    stays, for their sizes are others in a larger batch, and so do numbers, of which some may be weights."""
     plain = program.clone()
-    keep = (op for op in plain.walk() if op.type in ("Shape", "Size") or {v.dtype for v in op.outputs if v} & FLOATS)
+    keep = {*_reached([plain.var(v.name) for v in inputs])}
+    for op in plain.walk():
+        if op.program is not plain or any(v is not None and v.dtype in FLOATS for v in op.outputs):
+            keep.add(op)
+    unread = frozenset(v.name for v in plain.variables if not v.readers)
     fold_values(plain, frozenset(keep))
+    _begin_with_zeros(plain)
+    remove_dead(plain, unread, frozenset())
     return plain
+
+
+def _begin_with_zeros(program: Program) -> None:
+    """Let recurrent layers whose states begin with zeros for each sample of the fixed batch leave that to the operator.
+
+    Zeros that are weights stay, for they may be trained.
+    """
+    for op in program.operators:
+        for slot in (5, 6) if op.type in ("GRU", "LSTM", "RNN") and not op.domain else ():
+            state = op.input(slot)
+            made = None if state is None else state.producer
+            zeros = made.input(0) if made is not None and made.type == "Expand" else state
+            held = None if zeros is None or zeros.persistable else content(zeros)
+            if held is not None and not as_array(held).any():
+                op.set_input(slot, None)
 
 
 def _run(program: Program, feed: Mapping[str, np.ndarray]) -> list[np.ndarray]:

@@ -199,3 +199,27 @@ def test_a_model_exported_to_be_trained_is_freed(tmp_path: Path) -> None:
     amp.fit(model, tmp_path / "out.onnx", data=features(40), batch_size=8, say=told.append)
     assert any("fixed batch of 2: freed of it" in line for line in told)
     assert onnx.load(tmp_path / "out.onnx").graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
+
+
+def test_a_recurrent_layer_that_begins_with_zeros_is_freed(tmp_path: Path) -> None:
+    """As PyTorch writes one: zeros for each sample of its batch, expanded to the batch that comes."""
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
+        net (float[3, 4] x) => (float[3, 3] y) <int64[1] axis = {0}, int64[1] one = {1}, int64[1] width = {3}, int64 first = {0}> {
+            steps = Unsqueeze (x, axis)
+            shape = Shape (x)
+            count = Gather (shape, first)
+            batch = Unsqueeze (count, axis)
+            sizes = Concat <axis = 0> (one, batch, width)
+            zeros = Constant <value = float[1, 3, 3] {0, 0, 0, 0, 0, 0, 0, 0, 0}> ()
+            begin = Expand (zeros, sizes)
+            all, last = GRU <hidden_size = 3> (steps, w, r, , , begin)
+            y = Squeeze (last, axis)
+        }""")
+    rng = np.random.default_rng(0)
+    for name, shape in (("w", (1, 9, 4)), ("r", (1, 9, 3))):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(rng.normal(size=shape).astype(np.float32), name))
+    told: list[str] = []
+    amp.fit(model, tmp_path / "out.onnx", data=features(40), batch_size=8, say=told.append)
+    assert any("fixed batch of 3: freed of it" in line for line in told)
+    nodes = [node.op_type for node in onnx.load(tmp_path / "out.onnx").graph.node]
+    assert "GRU" in nodes and not {"Expand", "Shape"} & set(nodes)
