@@ -1,0 +1,53 @@
+"""Constants and sizes that an exporter left to compute are known once a program is prepared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.nn import functional as F
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed", "pure"])
+def test_sizes_that_the_exporter_left_to_compute_are_known(mode: str) -> None:
+    """Exported to be trained, without folding: scales and pads are pieces of constants put together. In pure mode they
+    were so in 16 bit, and nobody knew what they were."""
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+        net (float[n,2,h,w] x) => (float[n,3] y)
+          <float[3,2,1,1] w0 = {0.3, -0.2, 0.5, 0.1, -0.4, 0.2}, float[2] one = {1.0, 1.0}, float[2] by = {1.7, 2.0},
+           float[2] gain = {0.9, 1.1}, int64[2] none = {0, 0}, int64[4] rim = {1, 0, 0, 0}>
+        {
+          scales = Concat <axis = 0> (one, by)
+          wide = Resize <mode = "linear"> (x, , scales)
+          pads = Concat <axis = 0> (none, rim, none)
+          padded = Pad (wide, pads)
+          twice = Add (gain, gain)
+          shape = Constant <value = int64[3] {2, 1, 1}> ()
+          channels = Reshape (twice, shape)
+          scaled = Mul (padded, channels)
+          features = Conv (scaled, w0)
+          z = GlobalAveragePool (features)
+          y = Flatten (z)
+        }"""
+    program = amp.Program.from_onnx(onnx.parser.parse_model(text))
+    report = amp.prepare_training(program)
+    assert set(report.trainable) == {"w0", "gain"}  # of which something is computed, which stays
+    assert [op.type for op in program.operators if op.type in ("Concat", "Add")] == ["Add"]
+    assert all(v.readers for v in program.variables if v.producer is None)
+    with amp.program_guard(program, program.startup), amp.unique_name.guard():
+        loss = F.mse_loss(program.outputs[0], amp.data("label", [None, 3]))
+        optimizer: Any = amp.optimizer.SGD(0.1, multi_precision=mode == "pure")
+        if mode != "fp32":
+            optimizer = amp.decorate(optimizer, use_pure_fp16=mode == "pure", use_fp16_guard=False)
+        optimizer.minimize(loss)
+    scope, exe = amp.Scope(), amp.Executor(threads=1)
+    exe.run(program.startup, scope=scope)
+    if mode == "pure":
+        optimizer.amp_init(amp.CPUPlace(), scope=scope)
+    feed = {"x": np.ones((2, 2, 10, 5), np.float32), "label": np.ones((2, 3), np.float32)}
+    losses = [float(exe.run(program, feed, [loss, "wide"], scope)[0]) for _ in range(5)]
+    assert exe.run(program, feed, ["padded"], scope)[0].shape == (2, 2, 18, 10) and losses[-1] < losses[0]
