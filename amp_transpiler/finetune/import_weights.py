@@ -173,7 +173,8 @@ def retie(program: Program) -> list[str]:
     """Let a parameter that is a copy of another, perhaps transposed, be that other one.
 
     Only for matrices: a language model's output layer and its embedding, say. Both have the same content, which no
-    training leaves by chance.
+    training leaves by chance. Layers that were copied when the model was made, as PyTorch's transformers are, have it
+    until they are trained: what belongs to modules whose names differ in numbers alone stays apart.
     """
     notes: list[str] = []
     kept: dict[bytes, list[Variable]] = {}
@@ -186,12 +187,39 @@ def retie(program: Program) -> list[str]:
             transposed = held.shape != array.shape or not np.array_equal(held, array)
             if transposed and not (held.shape == array.shape[::-1] and np.array_equal(held.T, array)):
                 continue
+            if len(_siblings((_owner_of(variable), _owner_of(other)))) > 1:
+                continue
             _share(variable, other, transposed)
             notes.append(f"'{variable.name}' is '{other.name}'{' transposed' * transposed}: tied again")
             break
         else:
             kept.setdefault(_digest(array), []).append(variable)
     return notes
+
+
+def shared_by_layers(program: Program) -> list[str]:
+    """Say which parameters layers read whose names differ in numbers alone: exporters merge those that are equal."""
+    shared = [v.name for v in program.parameters if len(_siblings(_module(op) for op, _ in v.readers)) > 1]
+    if not shared:
+        return []
+    named = ", ".join(f"'{name}'" for name in shared[:3]) + ", …" * (len(shared) > 3)
+    return [
+        f"read by several layers, as the model has it, and trained as one parameter: {named} ({len(shared)} in all). "
+        "Where that is not meant, export weights that differ"
+    ]
+
+
+def _owner_of(variable: Variable) -> str:
+    """The module that a parameter belongs to: that of its name; where exporters made that up, that of its reader."""
+    if not _ANONYMOUS.fullmatch(variable.name):
+        return variable.name.rpartition(".")[0]
+    return next((_module(op) for op, _ in variable.readers), "")
+
+
+def _siblings(modules: Iterable[str]) -> list[str]:
+    """Modules, each once, if their names differ in numbers alone."""
+    names = list(dict.fromkeys(modules))
+    return names if len({re.sub(r"\d+", "#", name) for name in names}) == 1 else []
 
 
 def _digest(array: np.ndarray) -> bytes:

@@ -19,6 +19,7 @@ from amp_transpiler.finetune.import_weights import (
     leave_input_scaling,
     restore_names,
     retie,
+    shared_by_layers,
     untie,
     weights_from_constants,
 )
@@ -78,7 +79,8 @@ def prepare_training(
     precision anew, from fp32 weights. Weights become what they were before the export: those in Constant operators
     and nested graphs become parameters, but no masks, positions told by waves, tensors to write into; untrained
     vectors that the exporter merged are copied apart; what it repeated for each example of a fixed batch is one
-    parameter for all; a matrix and its (transposed) copy are tied again; anonymous parameters get the name of their
+    parameter for all; a matrix and its (transposed) copy are tied again, but for layers of one kind, which are equal
+    until they are trained; anonymous parameters get the name of their
     module, and linear layers their layout [out, in] (``restore``); layer norms that were written out (before opset 17)
     are one operator again, and RMS norms keep their statistics in fp32.
     BatchNormalization and Dropout train, an If on a constant is inlined, loops of known length are unrolled, what is
@@ -139,6 +141,7 @@ def prepare_training(
         notes += fuse_gelus(program)
         notes += keep_root_mean_squares(program)
         notes += restore_names(program) if restore else []
+        notes += shared_by_layers(program)
         notes += train_batch_norm(program, batch_norm == "synchronized") if batch_norm != "frozen" else []
         notes += train_dropout(program)
         notes += insert_dropout(program, dropout or {})
