@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.ir.decompose import decompose_operator
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.nn.building import (
     FLOATING,
@@ -101,13 +102,13 @@ def celu(x: Variable, alpha: float = 1.0) -> Variable:
 
     Made of Elu: no GPU place has a kernel of Celu. ArgumentError for an ``alpha`` of 0.
     """
-    call, prefix = "celu", fresh("celu")
-    scale, above = real(call, "alpha", alpha), constant(_checked(call, x), 0.0)
+    scale = real("celu", "alpha", alpha)
     if scale == 0:
-        raise ArgumentError(f"{call}: alpha=0 divides by zero; relu is what it comes close to")
-    below = append(call, "Elu", [append(call, "Div", [x, constant(x, scale)], prefix=prefix)], prefix=prefix)
-    below = append(call, "Mul", [below, constant(x, scale)], prefix=prefix)
-    return append(call, "Where", [append(call, "Greater", [x, above], prefix=prefix), x, below], prefix=prefix)
+        raise ArgumentError("celu: alpha=0 divides by zero; relu is what it comes close to")
+    made = _one("celu", "Celu", x, alpha=scale)
+    assert made.producer is not None
+    decompose_operator(made.producer)
+    return made
 
 
 @function()
