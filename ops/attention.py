@@ -17,7 +17,7 @@ from amp_transpiler.ir.decompose import Parts, decomposition
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import SlotShapes, flops, traits
 
-#: Added to, or put in the place of, a masked score: exp of it is 0, and fp16 and bf16 hold it beside any score.
+#: Added to a masked score: exp of it is 0, and fp16 and bf16 hold it beside any score.
 MASKED = -30000.0
 
 Maybe = Variable | None
@@ -111,11 +111,13 @@ def attention(
         mask = d.cast(_padded(d, mask, k), scores.dtype)
         shown = d.Add(scores, mask) if op.output(3) is not None else scores
         scores = d.Add(scores, d.Clip(mask, MASKED))
-    result, probabilities = weigh(d, scores, v, allowed)
+    result, probabilities, blind = weigh(d, scores, v, allowed)
     wanted = None
     if op.output(3) is not None:
         if allowed is not None:
             shown = d.Where(allowed, shown, d.const(-np.inf, shown.dtype))
+        if blind is not None:
+            probabilities = d.Where(blind, d.const(0, probabilities.dtype), probabilities)
         wanted = [*seen, shown, probabilities][d.whole("qk_matmul_output_mode", 0)]
     return [heads_together(d, result) if flat else result, k, v, wanted]
 
@@ -149,18 +151,23 @@ def _grouped(d: Parts, q: Variable, k: Variable) -> Variable:
     return d.Reshape(wide, [0, heads, -1, size])
 
 
-def weigh(d: Parts, scores: Variable, v: Variable, allowed: Maybe) -> tuple[Variable, Variable]:
-    """softmax(scores) V and the softmax. ``allowed`` (bool) masks; a row without any allowed place gives 0.
+def weigh(d: Parts, scores: Variable, v: Variable, allowed: Maybe) -> tuple[Variable, Variable, Maybe]:
+    """softmax(scores) V, the softmax, and which of its rows have no allowed place: their result is 0.
 
+    ``allowed`` (bool) masks, as numbers of its own size: neither scores nor their gradient need a selection.
     Scores and probabilities are stored as the lists say: Softmax computes in fp32 inside, and the scores are the result
     of a product, rounded already.
     """
+    blind = None
     if allowed is not None:
-        scores = d.Where(allowed, scores, d.const(MASKED, scores.dtype))
+        scores = d.Add(scores, d.Where(allowed, d.const(0, scores.dtype), d.const(MASKED, scores.dtype)))
+        most = d.ReduceMax(d.cast(allowed, "float32"), d.const(np.array([-1])), keepdims=1)
+        blind = d.Less(most, d.const(1, "float32"))
     probabilities = d.Softmax(scores, axis=-1)
-    if allowed is not None:
-        probabilities = d.Where(allowed, probabilities, d.const(0, scores.dtype))
-    return d.MatMul(probabilities, _grouped(d, scores, v)), probabilities
+    result = d.MatMul(probabilities, _grouped(d, scores, v))
+    if blind is not None:
+        result = d.Where(blind, d.const(0, result.dtype), result)
+    return result, probabilities, blind
 
 
 def _both(d: Parts, one: Variable, other: Maybe) -> Variable:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.context import name_scope
+from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.nn.building import FLOATING, append, describe, fixed, variable, whole
 from amp_transpiler.nn.elementwise_functions import dropout as drop
 from amp_transpiler.nn.layers import fc
 from amp_transpiler.nn.parameters import Attr
-
-#: Added where a bool mask is False: far below any score, and within fp16.
-_MASKED = -1e4
+from amp_transpiler.ops.attention import MASKED
+from amp_transpiler.program import default_main_program
 
 
 def multi_head_attention(
@@ -36,8 +37,8 @@ def multi_head_attention(
 
     ``query``: float [batch, length, width], width known and divisible by ``num_heads``. ``key`` [batch, source
     length, any width] defaults to ``query``, ``value`` to ``key``. ``attn_mask``, broadcast to [batch, heads, length,
-    source length]: bool, True where a place is seen, or float, added to the scores. ``dropout``: probability
-    with which a weight is dropped; ``training=False`` leaves that out.
+    source length]: bool, True where a place is seen (elsewhere -30,000 is added), or float, added to the scores.
+    ``dropout``: probability with which a weight is dropped; ``training=False`` leaves that out.
 
     Result: [batch, length, width]. Parameters are those of four fc layers: ``<name>.q_proj.w_0`` and so on for
     k_proj, v_proj, out_proj; the operators carry the name as their scope.
@@ -81,5 +82,17 @@ def _masked(call: str, scores: Variable, mask: Variable | None, prefix: str) -> 
         return scores
     variable(call, "attn_mask", mask, dtypes=("bool", str(scores.dtype)))
     if mask.dtype == "bool":
-        return append(call, "Where", [mask, scores, np.array(_MASKED, numpy_dtype(str(scores.dtype)))], prefix=prefix)
+        mask = _as_numbers(call, mask, numpy_dtype(str(scores.dtype)), prefix)
     return append(call, "Add", [scores, mask], prefix=prefix)
+
+
+def _as_numbers(call: str, mask: Variable, dtype: np.dtype[Any], prefix: str) -> Variable:
+    """What a bool mask adds to scores, made once for all layers: neither they nor their gradient need a selection."""
+    numbers = [np.array(number, dtype) for number in (0, MASKED)]
+    for op, slot in mask.readers:
+        if op.type == "Where" and slot == 0 and op.program is default_main_program():
+            known = [None if v is None else constant_array(v) for v in op.inputs[1:]]
+            (made,) = op.outputs
+            if made is not None and made.dtype == dtype and all(map(np.array_equal, known, numbers)):
+                return made
+    return append(call, "Where", [mask, *numbers], prefix=prefix)

@@ -111,8 +111,20 @@ IMAGE: dict[str, Layer] = {
 
 
 def _attention(draw: Random, x: Variable) -> Variable:
-    mixed = amp.nn.multi_head_attention(x, num_heads=draw.choice([1, 2, 4]), dropout=draw.choice([0.0, 0.1]))
+    heads, dropout = draw.choice([1, 2, 4]), draw.choice([0.0, 0.1])
+    mixed = amp.nn.multi_head_attention(x, num_heads=heads, attn_mask=_mask(draw, x, heads), dropout=dropout)
     return x + (F.dropout(mixed, 0.1) if draw.random() < 0.5 else mixed)
+
+
+def _mask(draw: Random, x: Variable, heads: int) -> Variable | None:
+    """None, what is seen, or what is added, of a size that spreads in one of the ways there are."""
+    batch, length = (int(size or 0) for size in (x.shape or ())[:2])
+    sizes = [(length,), (batch, 1, 1, length), (1, heads, length, length), (length, length), (batch, 1, length, length)]
+    kind, size = draw.choice(["none", "bool", "float"]), draw.choice(sizes)
+    if kind == "none":
+        return None
+    values = np.array([draw.uniform(-2, 2) for _ in range(int(np.prod(size)))], np.float32).reshape(size)
+    return amp.default_main_program().add_constant("mask", values > -1 if kind == "bool" else values)
 
 
 def _feed_forward(draw: Random, x: Variable) -> Variable:

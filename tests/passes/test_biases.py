@@ -9,6 +9,7 @@ import onnx
 import pytest
 
 import amp_transpiler as amp
+from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.lowering import lower
 from tests.helpers.node_by_node import node_by_node
 from tests.helpers.sessions import run
@@ -113,3 +114,67 @@ def test_operators_of_a_branch_are_not_taken_for_the_sum_around_it(place: str) -
         (branch,) = [node for node in lower(program(body), place, {}).model.graph.node if node.op_type == "If"]
         made = onnx.helper.get_attribute_value(branch.attribute[0])
         assert [node.op_type for node in made.node] == ["Abs", *["Neg"] * count, "Identity"]
+
+
+def softmaxes(body: str, dtype: str, shape: list[int], bias: list[int]) -> Lowered:
+    """What CUDA runs of x and b."""
+    text = f"g ({dtype}{shape} x, {dtype}{bias} b) => ({dtype}{shape} y) {{ {body} }}"
+    source = amp.Program.from_onnx(onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]> {text}'))
+    return lower(source, "cuda", {}, [source.var("y")])
+
+
+@pytest.mark.parametrize(
+    ("bias", "inner"),
+    [
+        ([2, 3, 4, 5], 0),
+        ([2, 3, 1, 5], 1),
+        ([2, 1, 1, 5], 1),
+        ([1, 1, 1, 5], 1),
+        ([5], 1),
+        ([4, 5], 0),
+        ([1, 3, 4, 5], 0),
+        ([3, 4, 5], 0),
+        ([2, 1, 4, 5], None),
+        ([1, 3, 1, 5], None),
+        ([1, 1, 4, 1], None),
+        ([1], None),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float16", "float", "bfloat16"])
+def test_a_softmax_adds_its_bias(dtype: str, bias: list[int], inner: int | None) -> None:
+    """Where its kernel spreads a bias so, and has that type; the sum is not rounded."""
+    shape = [2, 3, 4, 5]
+    for body in ("s = Add(x, b)  y = Softmax(s)", "s = Add(b, x)  y = Softmax <axis = 3> (s)"):
+        lowered = softmaxes(body, dtype, shape, bias)
+        if inner is None or dtype == "bfloat16":
+            assert [node.op_type for node in lowered.model.graph.node] == ["Add", "Softmax"]
+            continue
+        (node,) = lowered.model.graph.node
+        assert {a.name: a.i for a in node.attribute} == {"axis": 3, "is_inner_broadcast": inner}
+        rng, kind = np.random.default_rng(0), "float32" if dtype == "float" else dtype
+        x, b = (rng.normal(0, 4, size).astype(kind) for size in (shape, bias))
+        power = np.exp(x.astype(np.float64) + b.astype(np.float64))
+        y = node_by_node(lowered.model, {"x": x, "b": b})[lowered.fetches[0].tensor]
+        wanted = power / power.sum(axis=-1, keepdims=True)
+        np.testing.assert_allclose(y, wanted, rtol=6e-4 if kind == "float16" else 1e-6, atol=6e-8)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "s = Add(x, b)  y = Softmax <axis = 0> (s)",
+        "s = Add(x, b)  t = Softmax(s)  y = Add(s, t)",
+        "s = Sub(x, b)  y = Softmax(s)",
+        "s = Add(x, b)  y = LogSoftmax(s)",
+    ],
+)
+def test_other_softmaxes_stay_as_they_are(body: str) -> None:
+    kinds = [node.op_type for node in softmaxes(body, "float", [4, 5], [4, 5]).model.graph.node]
+    assert "BiasSoftmax" not in kinds
+
+
+def test_a_softmax_of_long_rows_has_no_bias() -> None:
+    """Beyond 1,024 numbers its kernel adds in a pass of its own."""
+    for width, kinds in ((1024, ["BiasSoftmax"]), (1025, ["Add", "Softmax"])):
+        lowered = softmaxes("s = Add(x, b)  y = Softmax(s)", "float", [4, width], [width])
+        assert [node.op_type for node in lowered.model.graph.node] == kinds

@@ -4,6 +4,8 @@ onnxruntime would fuse them so by itself, and a 16-bit product would not be roun
 lowered says it: on CUDA it is one Gemm, and on CPU, where 16 bit is emulated, the product is not rounded. Of batches of
 matrices it is a Gemm on CPU too: onnxruntime fuses those only where it knows their sizes, so that a session that serves
 several would compute other bits.
+
+A softmax of scores and a bias, as a mask is, is one kernel too where a place has it: its sum is not stored.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Sequence
 
+from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.emitter import Value
 from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator, Variable
@@ -18,6 +21,9 @@ from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import place_traits
 from amp_transpiler.ops.common import multiple
 from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
+
+#: The element types of com.microsoft's BiasSoftmax, and the longest rows that it takes in one pass (onnxruntime 1.31).
+_ADDS_BIAS, _LONGEST = ("float16", "float32"), 1024
 
 
 def biased_products(
@@ -95,6 +101,47 @@ def emit_biased(storage: EmulatedStorage, product: Operator | None, add: Operato
     total = e.op("Add", total, c, dtype="float32")
     storage.env[result.key] = storage.finished(result, total, False)
     return True
+
+
+def emit_biased_softmax(storage: EmulatedStorage, op: Operator) -> bool:
+    """Emit a softmax, along the last axis, of a sum that it alone reads; False where no kernel adds as it reads."""
+    total, result = op.input(0), op.output(0)
+    if op.full_type != "Softmax" or not storage.e.at.fused or total is None or result is None:
+        return False
+    add = total.producer
+    if add is None or add.full_type != "Add" or add.program is not op.program or len(total.readers) > 1:
+        return False
+    if result.dtype not in _ADDS_BIAS:
+        return False
+    shape = _fixed(storage, total)
+    for x, bias in (add.inputs, add.inputs[::-1]):
+        spread = None if shape is None or _fixed(storage, x) != shape else _spread(shape, _fixed(storage, bias))
+        if spread is not None and int(op.attrs.get("axis", -1)) in (-1, len(shape) - 1):
+            values = (storage.read(add, v) for v in (x, bias))
+            inner = int(spread == "inner")
+            storage.env[result.key] = storage.e.op(
+                "BiasSoftmax", *values, domain=DOMAIN, axis=len(shape) - 1, is_inner_broadcast=inner, shape=shape
+            )
+            return True
+    return False
+
+
+def _spread(shape: tuple[int, ...], bias: tuple[int, ...] | None) -> str | None:
+    """How BiasSoftmax spreads a bias over tensors of ``shape``.
+
+    "inner": the same for all rows of what its first axes count; "outer": its last axes are theirs; None: it does not.
+    """
+    if bias is None or len(bias) > len(shape) or not 0 < shape[-1] <= _LONGEST or bias[-1] != shape[-1]:
+        return None
+    rows, (*lead, _) = shape[:-1], (1,) * (len(shape) - len(bias)) + bias
+    same = [have == of for have, of in zip(lead, rows, strict=True)]
+    ones = [size == 1 for size in lead]
+    for at in range(len(rows) + 1):
+        if all(same[:at]) and all(ones[at:]):
+            return "inner"
+        if all(ones[:at]) and all(same[at:]):
+            return "outer"
+    return None
 
 
 def _fixed(storage: EmulatedStorage, variable: Variable | None) -> tuple[int, ...] | None:

@@ -30,7 +30,7 @@ from amp_transpiler.ops.training.initializers import drawn_together
 from amp_transpiler.ops.training.rows import joined, remember_state, state_as
 from amp_transpiler.ops.training.seeds import SEED, STEP
 from amp_transpiler.passes.lowering.arithmetic import Arithmetic, kernels_of
-from amp_transpiler.passes.lowering.biases import biased_products, emit_biased
+from amp_transpiler.passes.lowering.biases import biased_products, emit_biased, emit_biased_softmax
 from amp_transpiler.passes.lowering.by_address import by_address
 from amp_transpiler.passes.lowering.channel_layout import as_image, by_channel, exchange
 from amp_transpiler.passes.lowering.columns import emit_column
@@ -61,6 +61,7 @@ from amp_transpiler.passes.lowering.wanted import Wanted
 #: Domains whose operators onnxruntime computes in fp32 on CPU just as well.
 _CARRIED = frozenset({"", "ai.onnx", "com.microsoft", "ai.onnx.ml"})
 _RUNTIME = {"seed": SEED, "step": STEP}
+_INSTEAD = (emit_known, emit_biased_softmax, emit_column, emit_multiple, emit_lookup, emit_scatter)
 
 
 def emit(graph: Graph, place: str, feed_shapes: Mapping[str, tuple[int, ...]], wanted: Wanted) -> Lowered:
@@ -216,8 +217,7 @@ class _Emission(EmulatedStorage):
         elif lowering_rule_of(op, self.e.at) is None or self.unsized(op) or not self._body(op):
             if op.domain == OWN:
                 raise GraphError(f"operator '{op.label}' ({op.full_type}) has no lowering rule; it cannot be run")
-            known = emit_known(self, op) or emit_biased(self, self.biased.get(op), op) or emit_column(self, op)
-            if not (known or emit_multiple(self, op) or emit_lookup(self, op) or emit_scatter(self, op)):
+            if not (emit_biased(self, self.biased.get(op), op) or any(emit(self, op) for emit in _INSTEAD)):
                 self._standard(op)
 
     def _cast(self, op: Operator) -> None:
