@@ -51,6 +51,12 @@ def makes_multiples(e: Emitter) -> bool:
     return e.at.fused or e.emulates
 
 
+def exchanges_matrices(perm: Sequence[int]) -> bool:
+    """Whether an order of axes exchanges the last two and leaves the others."""
+    rank = len(perm)
+    return rank > 1 and list(perm) == [*range(rank - 2), rank - 1, rank - 2]
+
+
 def times(e: Emitter, base: Value, factor: float) -> Value:
     """``base * factor``; who takes :func:`multiple` of it may leave the multiplication to a later operator."""
     new = e.op("Mul", base, e.like(factor, base), shape=base.shape)

@@ -34,12 +34,13 @@ def product(
 ) -> Value:
     """alpha A' B' over the last two axes, rounded once; A' and B' are transposed as the flags say.
 
-    Gemm and FusedMatMul transpose while they read. Elsewhere onnxruntime fuses Transpose and MatMul by itself. Of an
-    operand that is a multiple the number goes into alpha. To the product of two matrices ``plus``, of as many elements,
-    is added before it is rounded.
+    Gemm and FusedMatMul transpose while they read, also an operand that is :func:`transposed`. Elsewhere onnxruntime
+    fuses Transpose and MatMul by itself. Of an operand that is a multiple the number goes into alpha. To the product of
+    two matrices ``plus``, of as many elements, is added before it is rounded.
     """
-    (a, of_a), (b, of_b) = multiple(e, a), multiple(e, b)
+    (a, of_a, turned_a), (b, of_b, turned_b) = _operand(e, a), _operand(e, b)
     alpha *= of_a * of_b
+    trans_a, trans_b = trans_a != turned_a, trans_b != turned_b
     a_shape, b_shape = size_of(a), size_of(b)
     shape = (
         *(int(d) for d in np.broadcast_shapes(a_shape[:-2], b_shape[:-2])),
@@ -74,6 +75,50 @@ def product(
 def _swapped(e: Emitter, value: Value) -> Value:
     rank = len(size_of(value))
     return e.transpose(value, [*range(rank - 2), rank - 1, rank - 2])
+
+
+def transposed(e: Emitter, value: Value) -> Value:
+    """The last two axes exchanged; :func:`product` reads what they were, where its kernels can."""
+    new = _swapped(e, value)
+    if e.at.fused:
+        e.shared[_transposed(new)] = (value,)
+    return new
+
+
+def untransposed(e: Emitter, value: Value) -> tuple[Value, bool]:
+    """The tensor of which a value has the last two axes exchanged, and True; the value itself and False else."""
+    found = e.shared.get(_transposed(value))
+    return (value, False) if found is None else (found[0], True)
+
+
+def _transposed(value: Value) -> str:
+    return f"transposed: {value.name}"
+
+
+def _operand(e: Emitter, value: Value) -> tuple[Value, float, bool]:
+    """The tensor of which a value is a multiple, the number, and whether it is transposed besides."""
+    base, factor = multiple(e, value)
+    base, turned = untransposed(e, base)
+    base, before = multiple(e, base)
+    return base, factor * before, turned
+
+
+def transposed_product(e: Emitter, value: Value) -> Value | None:
+    """The last two axes of a product exchanged, by a product of its operands; None where no one kernel made it."""
+    shape, (base, alpha) = size_of(value), multiple(e, value)
+    maker = e.makers.get(base.name)
+    while maker is not None and maker.type in ("Cast", "Reshape") and maker.inputs[0] is not None:
+        base, factor = multiple(e, maker.inputs[0])
+        maker, alpha = e.makers.get(base.name), alpha * factor
+    if not e.at.fused or maker is None or maker.type not in ("FusedMatMul", "Gemm", "MatMul") or len(maker.inputs) > 2:
+        return None
+    if size_of(base)[-2:] != shape[-2:]:
+        return None
+    a, b = maker.inputs
+    assert a is not None and b is not None
+    turned_a, turned_b = (not maker.attrs.get(name) for name in ("transA", "transB"))
+    new = product(e, b, a, turned_b, turned_a, alpha * (maker.attrs.get("alpha") or 1.0))
+    return e.cast(e.reshape(new, (*shape[:-2], shape[-1], shape[-2])), value.dtype)
 
 
 def along_rows(e: Emitter, a: Value | None, x: Value, b: Value, y: Value) -> Value:

@@ -10,12 +10,24 @@ import numpy as np
 from amp_transpiler.ir.decompose import Parts, decomposition
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.intervals import Interval, Ranges, any_of, hull, same, same_or_zero
+from amp_transpiler.ir.metadata import only_looks
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import channel_rule, gradient, no_gradient, own, range_rule, traits
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.ops.channel_rows import exchanged, lies_in_rows, restored
-from amp_transpiler.ops.common import Grads, integers, padded, padded_axis, shape_of, size_of, sliced, summed
+from amp_transpiler.ops.common import (
+    Grads,
+    exchanges_matrices,
+    integers,
+    padded,
+    padded_axis,
+    shape_of,
+    size_of,
+    sliced,
+    summed,
+)
+from amp_transpiler.ops.gpu_kernels import transposed_product
 
 #: Integers whose range is small enough to say something.
 _INTEGERS = {"bool": (0.0, 1.0)} | {
@@ -27,15 +39,29 @@ def _reshaped(e: Emitter, op: Operator, dy: Value) -> Grads:
     return [e.reshape(dy, shape_of(e, 0))]
 
 
-for _type in ("Reshape", "Flatten", "Squeeze", "Unsqueeze"):
+_VIEWS = ("Reshape", "Flatten", "Squeeze", "Unsqueeze")
+_SEEN_THROUGH = frozenset(own(f"{_type}Grad") for _type in (*_VIEWS, "Cast")) | {own("MulGrad")}
+for _type in _VIEWS:
     gradient(_type, reads="dy0", native=True)(_reshaped)
 
 
 @gradient("Transpose", reads="dy0", native=True)
 def transpose(e: Emitter, op: Operator, dy: Value) -> Grads:
     rank = len(size_of(dy))
-    perm = op.attrs.get("perm", list(range(rank))[::-1])
-    return [e.transpose(dy, [int(i) for i in np.argsort(perm)])]
+    perm = list(op.attrs.get("perm", list(range(rank))[::-1]))
+    made = transposed_product(e, dy) if exchanges_matrices(perm) and _reads_alone(op) else None
+    return [e.transpose(dy, [int(i) for i in np.argsort(perm)]) if made is None else made]
+
+
+def _reads_alone(op: Operator) -> bool:
+    """Whether nobody but ``op`` reads its input, or that before it was scaled, cast or seen in another shape."""
+    read = op.inputs[-1]
+    while read is not None and len([reader for reader, _ in read.readers if not only_looks(reader)]) == 1:
+        made = read.producer
+        if made is None or made.full_type not in _SEEN_THROUGH:
+            return True
+        read = made.inputs[-1]
+    return False
 
 
 @gradient("Cast", reads="dy0", native=True)

@@ -138,8 +138,17 @@ def _turned(draw: Random, x: Variable) -> Variable:
     return F.concat([a - b * 0.5, a * 0.5 + b], axis=-1)
 
 
+def _linear(draw: Random, x: Variable) -> Variable:
+    """As in PyTorch, whose weights have the outputs first."""
+    width = int((x.shape or ())[-1] or 0)
+    w = amp.create_parameter([width, width], "float32")
+    product = F.matmul(x, F.transpose(w, [1, 0]))
+    return x + (product + amp.create_parameter([width], "float32") if draw.random() < 0.5 else product)
+
+
 TOKENS: dict[str, Layer] = {
     "attention": _attention,
+    "linear": _linear,
     "feed forward": _feed_forward,
     "layer norm": lambda draw, x: amp.nn.layer_norm(x, begin_norm_axis=draw.choice([1, 2])),
     "lstm": lambda draw, x: amp.nn.lstm(x, int((x.shape or ())[-1] or 0))[0],

@@ -20,6 +20,7 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import place_traits
 from amp_transpiler.ops.common import multiple
+from amp_transpiler.ops.gpu_kernels import untransposed
 from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
 
 #: The element types of com.microsoft's BiasSoftmax, and the longest rows that it takes in one pass (onnxruntime 1.31).
@@ -82,6 +83,7 @@ def emit_biased(storage: EmulatedStorage, product: Operator | None, add: Operato
     assert result is not None
     a, b, c = (storage.read(op, v) for op, v in zip((product, product, add), variables, strict=True) if v is not None)
     base, alpha = multiple(e, a)
+    b, turned = untransposed(e, b)
     of_a, of_b = (_fixed(storage, v) for v in variables[:2])
     rounds = storage.cpu and e.kernels is not None
     if of_a is not None and of_b is not None and (not storage.cpu or rounds or (len(of_a) > 2 and alpha == 1)):
@@ -90,7 +92,8 @@ def emit_biased(storage: EmulatedStorage, product: Operator | None, add: Operato
             if rounds:
                 base, b, c = (Value(v.name, result.dtype or "", v.shape) for v in (base, b, c))
             rows = e.reshape(Value(base.name, base.dtype, of_a), (count, of_a[-1]))
-            flat = e.op("Gemm", rows, b, c, alpha=None if alpha == 1 else alpha, shape=(count, of_b[1]))
+            scale, trans_b = None if alpha == 1 else alpha, 1 if turned else None
+            flat = e.op("Gemm", rows, b, c, alpha=scale, transB=trans_b, shape=(count, of_b[1]))
             total = e.reshape(flat, (*of_a[:-1], of_b[1]))
         storage.env[result.key] = storage.finished(result, total, False) if storage.cpu else total
         return True

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import partial
 from itertools import zip_longest
-from typing import Any
 
 import numpy as np
 import onnx
@@ -23,15 +21,16 @@ from amp_transpiler.ir.infer import Shapes, constant_array, static, type_proto
 from amp_transpiler.ir.nodes import OWN, Operator, Shape, Variable
 from amp_transpiler.ir.opdef import group_inputs, has_lowering_rule, lookup, lowering_rule_of, rule_of, traits_of
 from amp_transpiler.ir.tensors import as_array, tensor_type, to_proto
-from amp_transpiler.ir.types import HALF, ONNX_TYPES
+from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
 from amp_transpiler.ops.training.exchange import meets
 from amp_transpiler.ops.training.initializers import drawn_together
-from amp_transpiler.ops.training.rows import joined, remember_state, state_as
+from amp_transpiler.ops.training.rows import joined, remember_state
 from amp_transpiler.ops.training.seeds import SEED, STEP
 from amp_transpiler.passes.lowering.arithmetic import Arithmetic, kernels_of
 from amp_transpiler.passes.lowering.biases import biased_products, emit_biased, emit_biased_softmax
 from amp_transpiler.passes.lowering.by_address import by_address
+from amp_transpiler.passes.lowering.cast_emission import emit_cast
 from amp_transpiler.passes.lowering.channel_layout import as_image, by_channel, exchange
 from amp_transpiler.passes.lowering.columns import emit_column
 from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
@@ -213,30 +212,12 @@ class _Emission(EmulatedStorage):
         if op.type == "Identity" and not op.domain and op.inputs[0] is not None and op.outputs[0] is not None:
             self.env[op.outputs[0].key] = self.env[op.inputs[0].key]
         elif op.type in ("Cast", "CastLike") and not op.domain:
-            self._cast(op)
+            emit_cast(self, op)
         elif lowering_rule_of(op, self.e.at) is None or self.unsized(op) or not self._body(op):
             if op.domain == OWN:
                 raise GraphError(f"operator '{op.label}' ({op.full_type}) has no lowering rule; it cannot be run")
             if not (emit_biased(self, self.biased.get(op), op) or any(emit(self, op) for emit in _INSTEAD)):
                 self._standard(op)
-
-    def _cast(self, op: Operator) -> None:
-        source, target = op.inputs[0], op.outputs[0]
-        assert source is not None and target is not None and target.dtype is not None
-        value = self.read(op, source)
-        extra: dict[str, Any] = {"saturate": op.attrs.proto("saturate").i} if "saturate" in op.attrs else {}
-        if source.dtype == target.dtype:
-            self.env[target.key] = value
-        elif target.dtype in HALF and self.cpu and target.name in self.keep_fp32:
-            self.env[target.key] = self.e.cast(value, "float32")
-        elif target.dtype in HALF:
-            stored = self.e.stored if self.cpu else partial(state_as, self.e)
-            self.env[target.key] = stored(value, target.dtype)
-        elif value.dtype == target.dtype:
-            self.env[target.key] = value
-        else:
-            to = ONNX_TYPES[target.dtype]
-            self.env[target.key] = self.e.op("Cast", value, dtype=target.dtype, shape=value.shape, to=to, **extra)
 
     def _body(self, op: Operator) -> bool:
         """What the operator's rule writes; False where it leaves the operator as it stands to this place."""

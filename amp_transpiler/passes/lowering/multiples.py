@@ -1,6 +1,7 @@
 """Multiples: a scaling by a number, as a dropout's of what it keeps, costs no pass where its readers can take it over.
 
-A product of matrices takes the number into its factor, and rounds once; a sum takes it where CUDA has a kernel that
+A product of matrices takes the number into its factor, and rounds once (and transposes as it reads, on CUDA, as layers
+of PyTorch want their weights); a sum takes it where CUDA has a kernel that
 multiplies and adds (and rounds in between, as the two would). Who fetches the multiple gets it. What a program
 multiplies by a number that it knows is a multiple where products alone read it, as the queries of attention, moved or
 not. A program that has no gradients rounds where its file does.
@@ -18,8 +19,8 @@ from amp_transpiler.ir.metadata import only_looks
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import own
 from amp_transpiler.ir.types import HALF
-from amp_transpiler.ops.common import multiple, times
-from amp_transpiler.ops.gpu_kernels import product
+from amp_transpiler.ops.common import exchanges_matrices, multiple, times
+from amp_transpiler.ops.gpu_kernels import product, transposed, untransposed
 from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
 
 #: Operators that move the elements of their first input, and change none.
@@ -34,11 +35,15 @@ def emit_multiple(storage: EmulatedStorage, op: Operator) -> bool:
     if result is None or result.name in storage.keep_fp32:
         return False
     if op.full_type == "Mul" or op.full_type in _MOVES:
-        return (storage.e.at.fused or (storage.cpu and result.dtype in HALF)) and _made(storage, op, result)
+        if (storage.e.at.fused or (storage.cpu and result.dtype in HALF)) and _made(storage, op, result):
+            return True
+        return op.type in _MOVES and _transposed(storage, op, result)
     if op.full_type not in ("Add", "MatMul"):
         return False
     values = [storage.stands_for(v, storage.read(op, v)) for v in op.inputs if v is not None]
-    if all(multiple(storage.e, v)[0] is v for v in values) or not all(v.shape for v in values):
+    scaled = any(multiple(storage.e, v)[0] is not v for v in values)
+    turned = op.type == "MatMul" and any(untransposed(storage.e, v)[1] for v in values)
+    if not (scaled or turned) or not all(v.shape for v in values):
         return False
     return (_sum if op.type == "Add" else _product)(storage, result, *values)
 
@@ -62,9 +67,31 @@ def _made(storage: EmulatedStorage, op: Operator, result: Variable) -> bool:
         return False
     with e.emulation() if storage.cpu else nullcontext():
         perm = op.attrs.get("perm", range(len(shape))[::-1]) if op.type == "Transpose" else None
-        moved = e.reshape(base, shape) if perm is None else e.transpose(base, list(perm))
+        turned = perm is not None and exchanges_matrices(perm)
+        moved = (
+            e.reshape(base, shape) if perm is None else transposed(e, base) if turned else e.transpose(base, list(perm))
+        )
         value = times(e, moved, factor * before)
     storage.env[result.key] = storage.finished(result, value, False)
+    return True
+
+
+def _transposed(storage: EmulatedStorage, op: Operator, result: Variable) -> bool:
+    """Emit matrices that are transposed, which products read as they were, or a view of such; False but on CUDA."""
+    source, e = op.input(0), storage.e
+    if not e.at.fused or source is None:
+        return False
+    value = storage.read(op, source)
+    if op.type == "Transpose":
+        if exchanges_matrices(op.attrs.get("perm", range(len(value.shape or ()))[::-1])):
+            storage.env[result.key] = transposed(e, value)
+            return True
+        return False
+    base, turned = untransposed(e, value)
+    shape = static(result.shape if storage.shapes is None else storage.shapes[result][1])
+    if not turned or shape is None or value.shape is None or value.shape[-2:] != shape[-2:]:
+        return False
+    storage.env[result.key] = transposed(e, e.reshape(base, (*shape[:-2], shape[-1], shape[-2])))
     return True
 
 
