@@ -38,6 +38,7 @@ from amp_transpiler.passes.canonicalize.fuse_gelu import fuse_gelus
 from amp_transpiler.passes.canonicalize.fuse_norm import fuse_layer_norms, keep_root_mean_squares
 from amp_transpiler.passes.canonicalize.inlining import inline_functions
 from amp_transpiler.passes.canonicalize.opset import convert_opset
+from amp_transpiler.passes.canonicalize.whole_splits import split_wholes
 from amp_transpiler.passes.numerics.mask_constants import saturate_masks
 from amp_transpiler.passes.precision.pure import cast_model_to_fp16
 from amp_transpiler.passes.precision.widen import widen
@@ -139,6 +140,7 @@ def prepare_training(
         fold_values(program)
         notes += fuse_layer_norms(program)
         notes += fuse_gelus(program)
+        notes += split_wholes(program)
         notes += keep_root_mean_squares(program)
         notes += restore_names(program) if restore else []
         notes += shared_by_layers(program)

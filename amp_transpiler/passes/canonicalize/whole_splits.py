@@ -1,0 +1,109 @@
+"""Slices and picked elements that make up a tensor between them become one Split.
+
+Exports cut queries, keys and values, or the halves of a rotation, each out of the tensor of all. The gradient of such a
+piece is as large as the whole, zero but for the piece, and these add up; that of a Split is one Concat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.infer import constant_array
+from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.passes.view.of_type import of_type
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What an operator takes of a tensor: from ``start`` to ``end`` of an axis, which it leaves out or keeps."""
+
+    op: Operator
+    axis: int
+    start: int
+    end: int
+    keeps: bool
+
+
+def split_wholes(program: Graph) -> list[str]:
+    """Put one Split in the place of Slices and Gathers of a tensor, along one axis of known size; in place."""
+    read = {
+        v: None for type_ in ("Slice", "Gather") for op in of_type(program, type_) if (v := op.input(0)) is not None
+    }
+    count = 0
+    for variable in read:
+        pieces = sorted(_pieces(variable), key=lambda piece: piece.start)
+        if len(pieces) > 1 and _make_up(variable, pieces):
+            _split(variable, pieces)
+            count += 1
+    return [f"{count} tensors that were cut into all their pieces are split at once"] if count else []
+
+
+def _make_up(variable: Variable, pieces: list[_Piece]) -> bool:
+    """Whether pieces lie one behind the other along one axis, of which nothing is left."""
+    axes = {piece.axis for piece in pieces}
+    ends = [0, *(piece.end for piece in pieces)]
+    starts = [*(piece.start for piece in pieces), (variable.shape or ())[pieces[0].axis]]
+    return len(axes) == 1 and starts == ends
+
+
+def _pieces(variable: Variable) -> Iterator[_Piece]:
+    for op, slot in variable.readers:
+        found = None
+        if slot == 0 and not op.domain and op.program is variable.program and variable.shape is not None:
+            kinds = {"Slice": _slice, "Gather": _picked}
+            found = kinds[op.type](op, variable) if op.type in kinds else None
+        if found is not None:
+            yield found
+
+
+def _slice(op: Operator, variable: Variable) -> _Piece | None:
+    numbers = [None if v is None else constant_array(v) for v in op.inputs[1:]]
+    if not 3 <= len(numbers) <= 4 or any(a is None or a.size != 1 for a in numbers):
+        return None
+    start, end, axis, step = (int(a.item()) for a in (*numbers, np.ones(1, np.int64))[:4] if a is not None)
+    axis, size = _along(variable, axis)
+    if size is None or step != 1:
+        return None
+    start, end = (min(max(at + size * (at < 0), 0), size) for at in (start, end))
+    return _Piece(op, axis, start, end, True) if start < end else None
+
+
+def _picked(op: Operator, variable: Variable) -> _Piece | None:
+    index = op.input(1)
+    at = None if index is None else constant_array(index)
+    axis, size = _along(variable, int(op.attrs.get("axis", 0)))
+    if at is None or at.size != 1 or at.ndim > 1 or size is None or not -size <= at.item() < size:
+        return None
+    start = int(at.item()) % size
+    return _Piece(op, axis, start, start + 1, at.ndim == 1)
+
+
+def _along(variable: Variable, axis: int) -> tuple[int, int | None]:
+    """The axis from 0 on, and its size where it is fixed."""
+    shape = variable.shape or ()
+    if not -len(shape) <= axis < len(shape):
+        return axis, None
+    size = shape[axis]
+    return axis % len(shape), size if isinstance(size, int) else None
+
+
+def _split(variable: Variable, pieces: list[_Piece]) -> None:
+    program, axis, first = variable.program, pieces[0].axis, pieces[0].op
+    results = [piece.op.outputs[0] for piece in pieces]
+    for piece in pieces:
+        program.remove_operator(piece.op)
+    one = [1 if i == axis else size for i, size in enumerate(variable.shape or ())]
+    parts = [
+        result if piece.keeps else program.new_variable(variable.name, variable.dtype, one)
+        for piece, result in zip(pieces, results, strict=True)
+    ]
+    sizes = program.add_constant(f"{variable.name}.sizes", np.array([piece.end - piece.start for piece in pieces]))
+    program.add_operator("Split", [variable, sizes], parts, attrs={"axis": axis}, name=first.name, like=first)
+    for piece, part, result in zip(pieces, parts, results, strict=True):
+        if not piece.keeps:
+            along = program.add_constant(f"{variable.name}.axis", np.array([axis]))
+            program.add_operator("Squeeze", [part, along], [result], name=piece.op.name, like=piece.op)

@@ -1,0 +1,80 @@
+"""Slices and picked elements that make up a tensor are one Split; others stay as they are."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.nn import functional as F
+from amp_transpiler.passes.canonicalize.whole_splits import split_wholes
+
+HEAD = '<ir_version: 8, opset_import: ["" : 20]> g (float[batch, 3, 6] x) => (float[a, b, c] y) '
+HEAD += "<int64[1] none = {0}, int64[1] one = {1}, int64[1] two = {2}, int64[1] four = {4}, int64[1] all = {9223372036854775807}, "
+HEAD += (
+    "int64[1] last = {-1}, int64[1] back = {-2}, int64 i0 = {0}, int64 i1 = {1}, int64 i2 = {-1}, int64[1] i3 = {1}> "
+)
+THIRDS = "a = Slice(x, none, one, one)  b = Slice(x, one, two, one, one)  c = Slice(x, two, all, one, one)  "
+WHOLES = {
+    "thirds": "{" + THIRDS + "p = Mul(a, b)  y = Sub(p, c) }",
+    "in another order": "{ c = Slice(x, two, all, one)  a = Slice(x, none, one, one)  b = Slice(x, one, two, one)"
+    "  p = Mul(a, b)  y = Sub(p, c) }",
+    "of several sizes, from the end": "{ a = Slice(x, none, back, last)  b = Slice(x, back, all, two)  s = ReduceSum(a, last)"
+    "  y = Mul(s, b) }",
+    "picked": "{ a = Gather <axis = 1> (x, i0)  b = Gather <axis = 1> (x, i1)  c = Gather <axis = -2> (x, i2)"
+    "  p = Mul(a, b)  q = Sub(p, c)  y = Unsqueeze(q, one) }",
+    "picked and sliced": "{ a = Slice(x, none, one, one)  b = Gather <axis = 1> (x, i3)  c = Gather <axis = 1> (x, i2)"
+    "  p = Mul(a, b)  q = Unsqueeze(c, one)  y = Sub(p, q) }",
+    "read whole too": "{" + THIRDS + "p = Mul(a, b)  q = Sub(p, c)  y = Mul(q, x) }",
+}
+OTHERS = {
+    "a piece is missing": "{ a = Slice(x, none, one, one)  c = Slice(x, two, all, one)  y = Sub(a, c) }",
+    "they overlap": "{ a = Slice(x, none, two, one)  c = Slice(x, one, all, one)  y = Sub(a, c) }",
+    "one twice": "{" + THIRDS + "d = Slice(x, none, one, one)  p = Mul(a, b)  q = Sub(p, c)  y = Add(q, d) }",
+    "along two axes": "{ a = Slice(x, none, one, one)  b = Slice(x, one, all, two)  p = ReduceSum(b, two)  y = Sub(a, p) }",
+    "every other": "{ a = Slice(x, none, all, two, two)  b = Slice(x, one, all, two, two)  y = Sub(a, b) }",
+    "of an open size": "{ a = Slice(x, none, one, none)  b = Slice(x, one, all, none)  y = Sub(b, a) }",
+    "the whole": "{ a = Slice(x, none, all, one)  y = Neg(a) }",
+}
+
+
+def program(body: str) -> amp.Program:
+    return amp.Program.from_onnx(onnx.parser.parse_model(HEAD + body))
+
+
+def slope(found: amp.Program, x: np.ndarray) -> list[np.ndarray]:
+    """What a program makes of x, and the gradient of the sum of its squares."""
+    with amp.program_guard(found), amp.unique_name.guard():
+        given, y = found.inputs[0], found.outputs[0]
+        given.stop_gradient = False
+        ((_, gradient),) = amp.append_backward(F.sum(y * y), parameter_list=[given])
+    return amp.Executor(amp.CPUPlace()).run(found, {"x": x}, [y, gradient], amp.Scope())
+
+
+@pytest.mark.parametrize("name", WHOLES)
+def test_it_is_one_split(name: str) -> None:
+    x = np.random.default_rng(0).normal(size=(2, 3, 6)).astype(np.float32)
+    expected = slope(program(WHOLES[name]), x)
+    found = program(WHOLES[name])
+    assert split_wholes(found) == ["1 tensors that were cut into all their pieces are split at once"]
+    kinds = [op.type for op in found.operators]
+    assert kinds.count("Split") == 1 and not {"Slice", "Gather"} & set(kinds)
+    assert not split_wholes(found)
+    for value, right in zip(slope(found, x), expected, strict=True):
+        np.testing.assert_allclose(value, right, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_stay_as_they_are(name: str) -> None:
+    found = program(OTHERS[name])
+    before = [op.type for op in found.operators]
+    assert not split_wholes(found) and [op.type for op in found.operators] == before
+
+
+def test_an_imported_model_is_trained_with_the_split() -> None:
+    weight = ", ".join(["0.1"] * 36)
+    body = "{ z = MatMul(x, w)  a = Slice(z, none, one, one)  c = Slice(z, one, all, one)  p = ReduceSum(c, one)  y = Sub(a, p) }"
+    head = HEAD.replace("<int64[1] none", f"<float[6, 6] w = {{{weight}}}, int64[1] none")
+    found = amp.Program.from_onnx(onnx.parser.parse_model(head + body))
+    assert any("split at once" in note for note in amp.prepare_training(found).notes)
