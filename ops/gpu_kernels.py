@@ -58,6 +58,10 @@ def product(
             transB=int(trans_b),
             shape=shape,
         )
+    whole = len(b_shape) == 2 and not trans_a  # the rows of A, whatever they are counted by
+    if e.at.fused and len(shape) > 2 and (whole or math.prod(shape[:-2]) == 1):
+        a = e.reshape(a, (math.prod(a_shape[:-1]), a_shape[-1]) if whole else a_shape[-2:])
+        return e.reshape(product(e, a, e.reshape(b, b_shape[-2:]), trans_a, trans_b, alpha), shape)
     plain = not trans_a and not trans_b and alpha == 1
     if len(a_shape) == len(b_shape) == 2 and (alpha != 1 or (e.at.fused and not plain)):
         return e.op("Gemm", a, b, alpha=alpha, transA=int(trans_a), transB=int(trans_b), shape=shape)

@@ -77,8 +77,6 @@ def _da(e: Emitter, b: Value, b_shape: tuple[int, ...], dy: Value, a_shape: tupl
 def _db(e: Emitter, a: Value, a_shape: tuple[int, ...], dy: Value, b_shape: tuple[int, ...]) -> Value:
     dims = _broadcast(b_shape, dy)
     a = e.reshape(a, a_shape)
-    if math.prod(size_of(dy)[:-2]) == 1:  # one matrix each
-        return product(e, e.reshape(a, a_shape[-2:]), reshaped(e, dy, size_of(dy)[-2:]), trans_a=True)
     if dims:
         # The weight of a layer: x [B, T, D] and dy [B, T, N] become [B T, D] and [B T, N].
         a, dy = _folded(e, a, dims, -2), _folded(e, dy, dims, -2)
