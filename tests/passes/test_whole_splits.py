@@ -40,7 +40,10 @@ OTHERS = {
 
 
 def program(body: str) -> amp.Program:
-    return amp.Program.from_onnx(onnx.parser.parse_model(HEAD + body))
+    model = onnx.parser.parse_model(HEAD + body)
+    for number, node in enumerate(model.graph.node):
+        node.name = f"node {number}"
+    return amp.Program.from_onnx(model)
 
 
 def slope(found: amp.Program, x: np.ndarray) -> list[np.ndarray]:

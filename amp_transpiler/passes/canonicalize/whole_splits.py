@@ -92,7 +92,7 @@ def _along(variable: Variable, axis: int) -> tuple[int, int | None]:
 
 
 def _split(variable: Variable, pieces: list[_Piece]) -> None:
-    program, axis, first = variable.program, pieces[0].axis, pieces[0].op
+    program, axis = variable.program, pieces[0].axis
     results = [piece.op.outputs[0] for piece in pieces]
     for piece in pieces:
         program.remove_operator(piece.op)
@@ -102,7 +102,7 @@ def _split(variable: Variable, pieces: list[_Piece]) -> None:
         for piece, result in zip(pieces, results, strict=True)
     ]
     sizes = program.add_constant(f"{variable.name}.sizes", np.array([piece.end - piece.start for piece in pieces]))
-    program.add_operator("Split", [variable, sizes], parts, attrs={"axis": axis}, name=first.name, like=first)
+    program.add_operator("Split", [variable, sizes], parts, attrs={"axis": axis}, like=pieces[0].op)
     for piece, part, result in zip(pieces, parts, results, strict=True):
         if not piece.keeps:
             along = program.add_constant(f"{variable.name}.axis", np.array([axis]))
