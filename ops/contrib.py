@@ -102,15 +102,6 @@ def quick_gelu(d: Parts, op: Operator, x: Variable) -> list[Variable]:
 
 
 # -- normalisation ---------------------------------------------------------------------------------------
-@decomposition("SimplifiedLayerNormalization", _MS + "SimplifiedLayerNormalization")
-def simplified_layer_normalization(d: Parts, op: Operator, x: Variable, scale: Variable) -> list[Variable]:
-    """RMSNormalization by its older name; the inverse root is its second output."""
-    axis = d.whole("axis", -1)
-    axes = list(range(axis, 0)) if axis < 0 else list(range(axis, d.rank(x)))
-    normal, inverse = rms(d, x, axes, d.number("epsilon", 1e-5))
-    return [d.Mul(d.cast(normal, x.dtype), scale), inverse]
-
-
 @decomposition(_MS + "SkipSimplifiedLayerNormalization")
 def skip_simplified_layer_normalization(
     d: Parts, op: Operator, x: Variable, skip: Variable, scale: Variable, bias: Maybe = None
@@ -317,6 +308,5 @@ traits(_MS + "DecoderMaskedMultiHeadAttention", weights=(10,), biases=(10,))
 traits(_MS + "GroupQueryAttention", settings=(5, 6))
 traits(_MS + "SkipLayerNormalization", weights=(2, 3, 4), biases=(3, 4))
 traits(_MS + "SkipSimplifiedLayerNormalization", weights=(2, 3), biases=(3,))
-traits("SimplifiedLayerNormalization", weights=(1,))
 traits(_MS + "EmbedLayerNormalization", weights=(2, 3, 4, 5, 6), biases=(6,))
 traits(_MS + "GatherBlockQuantized", lookup=True, part=True)

@@ -1,6 +1,7 @@
 """Norms without statistics of their own: Lp, local response, root mean square, mean and variance.
 
-LpNormalization and LRN have gradients; the others are decomposed. Definitions: https://onnx.ai/onnx/operators/.
+LpNormalization, LRN and SimplifiedLayerNormalization, onnxruntime's RMSNormalization of any opset, have
+gradients; the others are decomposed. Definitions: https://onnx.ai/onnx/operators/.
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ from typing import Any
 
 import numpy as np
 
+from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.decompose import Parts, decomposition
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.intervals import Interval, Ranges
-from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.opdef import gradient, range_rule, traits
+from amp_transpiler.ir.nodes import Operator, Shape, Variable
+from amp_transpiler.ir.opdef import gradient, lowering_rule, range_rule, traits
 from amp_transpiler.ir.reasons import Kind
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import keep_fp32
-from amp_transpiler.ops.common import size_of
-from amp_transpiler.ops.gpu_kernels import along_rows
+from amp_transpiler.ops.common import Grads, size_of
+from amp_transpiler.ops.gpu_kernels import along_rows, column_product, product
 from amp_transpiler.ops.norm import normalised_range
+
+_EPSILON = 1e-5
 
 
 @gradient("LpNormalization", "x0 y0 dy0", native=True)
@@ -94,6 +98,86 @@ def rms(d: Parts, x: Variable, axes: list[int], epsilon: float) -> tuple[Variabl
         return d.Mul(wide, inverse), inverse
 
 
+@decomposition("SimplifiedLayerNormalization", f"{DOMAIN}::SimplifiedLayerNormalization")
+def simplified_layer_normalization(d: Parts, op: Operator, x: Variable, scale: Variable) -> list[Variable]:
+    """RMSNormalization by its older name; the inverse root is its second output."""
+    axis = d.whole("axis", -1)
+    axes = list(range(axis, 0)) if axis < 0 else list(range(axis, d.rank(x)))
+    normal, inverse = rms(d, x, axes, d.number("epsilon", 1e-5))
+    return [d.Mul(d.cast(normal, x.dtype), scale), inverse]
+
+
+def _rms_types(op: Operator) -> list[tuple[str | None, Shape | None] | None]:
+    """Y is like X; the inverse root is fp32, of size 1 along the normalised axes."""
+    data = op.inputs[0]
+    assert data is not None
+    shape, axis = data.shape, int(op.attrs.get("axis", -1))
+    return [(data.dtype, shape), ("float32", shape and (*shape[:axis], *(1 for _ in shape[axis:])))]
+
+
+@lowering_rule("SimplifiedLayerNormalization", native=True, infer=_rms_types)
+def simplified_layer_normalization_rule(e: Emitter, op: Operator, x: Value, scale: Value) -> Sequence[Value]:
+    """The operator itself, with a scale of the type of X."""
+    outputs = max(i + 1 for i, v in enumerate(op.outputs) if v is not None)
+    shape, axis, epsilon = size_of(x), int(op.attrs.get("axis", -1)), float(op.attrs.get("epsilon", _EPSILON))
+    rows, scale = (*shape[:axis], *(1 for _ in shape[axis:])), e.cast(scale, x.dtype)
+    if outputs > 1 and not _gives_roots(e):
+        normal, r = _over_root(e, e.reshape(x, (prod(rows), prod(shape[axis:]))), epsilon)
+        return [e.Mul(e.reshape(normal, shape), scale, shape=shape), e.reshape(r, rows)]
+    return _kernel(e, x, scale, axis, epsilon, outputs)
+
+
+@gradient("SimplifiedLayerNormalization", "x0 x1 dy0", inputs=(0, 1), native=True)
+def simplified_layer_normalization_gradient(e: Emitter, op: Operator, x: Value, scale: Value, dy: Value) -> Grads:
+    """With r = 1 / sqrt(mean(x²) + epsilon) and n = x r: dscale = sum(dy n), dx = r (d - n mean(d n)), d = dy scale."""
+    shape = size_of(x)
+    inner = shape[int(op.attrs.get("axis", -1)) % len(shape) :]
+    width = prod(inner)
+    matrix = (prod(shape) // max(width, 1), width)
+    normal, r = _over_root(e, e.reshape(x, matrix), float(op.attrs.get("epsilon", _EPSILON)))
+    rows, factor = e.reshape(dy, matrix), e.reshape(e.cast(scale, x.dtype), (width,))
+    weighed, dx = e.Mul(rows, normal), None
+    if e.wants(0):
+        along = product(e, weighed, e.reshape(factor, (width, 1)), alpha=-1 / width)
+        dx = e.reshape(along_rows(e, r, e.Mul(rows, factor), column_product(e, along, r), normal), shape)
+    return [dx, e.sum_to(e.reshape(weighed, shape), size_of(scale), shape) if e.wants(1) else None]
+
+
+def _gives_roots(e: Emitter) -> bool:
+    """Whether a place has the operator with its second result: that of WebGPU's kernel is wrong (measured)."""
+    return e.at.host or e.at.fused
+
+
+def _over_root(e: Emitter, rows: Value, epsilon: float) -> tuple[Value, Value]:
+    """Each row of a matrix over the root of its mean square, in its type, and the inverse of the root, fp32."""
+    shape = size_of(rows)
+    if not _gives_roots(e):
+        wide = e.f32(rows)
+        mean = e.ReduceMean(e.Mul(wide, wide), e.ints(1), keepdims=1)
+        r = e.Reciprocal(e.Sqrt(e.Add(mean, e.like(epsilon, mean))))
+        return e.cast(e.op("Mul", wide, r, shape=shape), rows.dtype), Value(r.name, r.dtype, (shape[0], 1))
+    normal, r = _kernel(e, rows, e.const(np.ones(shape[1]), rows.dtype), -1, epsilon, 2)
+    return normal, r
+
+
+def _kernel(e: Emitter, x: Value, scale: Value, axis: int, epsilon: float, outputs: int) -> list[Value]:
+    """The results of the operator, of which ONNX's inference knows nothing."""
+    shape = size_of(x)
+    made = e.op(
+        "SimplifiedLayerNormalization",
+        *(x, scale),
+        outputs=outputs,
+        dtype=(x.dtype, "float32")[:outputs],
+        shape=shape if outputs == 1 else None,
+        axis=axis,
+        epsilon=epsilon,
+    )
+    sizes = (shape, (*shape[:axis], *(1 for _ in shape[axis:])))
+    results = [Value(v.name, v.dtype, size) for v, size in zip(made, sizes, strict=False)]
+    e.foreign += (Value(v.name, e.tensor_type(v), v.shape) for v in results)
+    return results
+
+
 @decomposition("MeanVarianceNormalization")
 def mean_variance_normalization(d: Parts, op: Operator, x: Variable) -> list[Variable]:
     """(x - mean) / (standard deviation + 1e-9); the variance as the mean of squared deviations, which cannot cancel."""
@@ -104,6 +188,7 @@ def mean_variance_normalization(d: Parts, op: Operator, x: Variable) -> list[Var
 
 
 traits("LRN", "MeanVarianceNormalization", "RMSNormalization")
+traits("SimplifiedLayerNormalization", weights=(1,))
 traits("LpNormalization", over="axis", overflows_inside=Kind.SQUARES_INSIDE)
 keep_fp32("RMSNormalization", inputs=(1,))
 

@@ -34,6 +34,8 @@ _PRODUCTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 _BY_ROWS = frozenset({"ReduceSum", "ReduceMean"})
 #: What onnxruntime has a kernel of double for that computes nothing.
 _UNFINISHED = frozenset({"LSTM", "GRU", "RNN"})
+#: Of what onnx has no schema of: an operator whose inputs and outputs have the same types.
+_TYPED_AS = {"SimplifiedLayerNormalization": "LayerNormalization"}
 #: A line between two bounds, whose kernels round once or twice: its slope and height, where attributes do not say.
 _HARD = {"HardSigmoid": (0.2, 0.5), "HardSwish": (1 / 6, 0.5)}
 
@@ -233,7 +235,7 @@ class _Graph:
     # -- double ------------------------------------------------------------------------------------------
     def _widen(self, node: onnx.NodeProto) -> None:
         """Add the node with each fp32 operand and result, where its schema lets it, as double."""
-        schema = onnx.defs.get_schema(node.op_type, self.opset, node.domain)
+        schema = onnx.defs.get_schema(_TYPED_AS.get(node.op_type, node.op_type), self.opset, node.domain)
         double = {each.type_param_str for each in schema.type_constraints if "tensor(double)" in each.allowed_type_strs}
         made = onnx.NodeProto()
         made.CopyFrom(node)

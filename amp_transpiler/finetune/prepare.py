@@ -36,6 +36,7 @@ from amp_transpiler.option_checks import choice
 from amp_transpiler.passes.canonicalize.control_flow import expand_control_flow
 from amp_transpiler.passes.canonicalize.fuse_gelu import fuse_gelus
 from amp_transpiler.passes.canonicalize.fuse_norm import fuse_layer_norms, keep_root_mean_squares
+from amp_transpiler.passes.canonicalize.fuse_rms import fuse_rms_norms
 from amp_transpiler.passes.canonicalize.inlining import inline_functions
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.canonicalize.whole_splits import split_wholes
@@ -141,6 +142,7 @@ def prepare_training(
         notes += fuse_layer_norms(program)
         notes += fuse_gelus(program)
         notes += split_wholes(program)
+        notes += fuse_rms_norms(program)
         notes += keep_root_mean_squares(program)
         notes += restore_names(program) if restore else []
         notes += shared_by_layers(program)

@@ -91,7 +91,7 @@ class Emitter:
         self.makers: dict[str, Maker] = {}
         #: Tensors that were joined by what they were made of: the tensor of all of them, and what each was made of.
         self.joined_through: dict[str, tuple[str, tuple[str, ...]]] = {}
-        #: Results of operators of other domains, of which ONNX's inference knows nothing, and these domains.
+        #: Results of operators of which ONNX's inference knows nothing, as those of other domains, and these domains.
         self.foreign: list[Value] = []
         self.domains: set[str] = set()
         #: Results that have the shape which an input says, by name.
@@ -192,9 +192,9 @@ class Emitter:
             self.scalars |= {v.name: self.tensor_type(v) for v in values}
         if shape is not None and type_ in _SHAPED:
             self.given[names[0]] = Value(names[0], self.tensor_type(values[0]), values[0].shape)
-        if domain:
+        if domain or signature(type_, self.opset, domain) is None:
             self.foreign += (Value(v.name, self.tensor_type(v), v.shape) for v in values)
-            self.domains.add(domain)
+        self.domains |= {domain} - {""}
         if self.emulates:
             values = tuple(self._emulated(v, traits.exact) for v in values)
         return values[0] if outputs is None else values

@@ -93,6 +93,10 @@ def _as_numbers(call: str, mask: Variable, dtype: np.dtype[Any], prefix: str) ->
         if op.type == "Where" and slot == 0 and op.program is default_main_program():
             known = [None if v is None else constant_array(v) for v in op.inputs[1:]]
             (made,) = op.outputs
-            if made is not None and made.dtype == dtype and all(map(np.array_equal, known, numbers)):
+            if (
+                made is not None
+                and made.dtype == dtype
+                and [a if a is None else a.tolist() for a in known] == [0, MASKED]
+            ):
                 return made
     return append(call, "Where", [mask, *numbers], prefix=prefix)

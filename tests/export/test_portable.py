@@ -164,6 +164,20 @@ def test_results_are_those_of_float64_rounded_once() -> None:
     assert [array.tobytes() for array in found] == rounded != [array.tobytes() for array in before]
 
 
+def test_an_operator_that_onnx_does_not_know_computes_in_double() -> None:
+    text = "agraph (float[64, 96] x, float[96] g) => (float[64, 96] y) { y = SimplifiedLayerNormalization <epsilon = 1e-3> (x, g) }"
+    model = onnx.parser.parse_model(HEAD + text)
+    rng = np.random.default_rng(0)
+    x, g = (rng.standard_normal(size).astype(np.float32) for size in ((64, 96), 96))
+    wide = x.astype(np.float64)
+    exact = wide / np.sqrt((wide * wide).mean(1, keepdims=True) + np.float64(np.float32(1e-3))) * g
+    left: set[str] = set()
+    made = portable(Lowered(model, "cpu"), left).model
+    assert listed(made.graph) == ["SimplifiedLayerNormalization*"] and not left
+    found, before = (ort.InferenceSession(m.SerializeToString()).run(None, {"x": x, "g": g})[0] for m in (made, model))
+    assert found.tobytes() == exact.astype(np.float32).tobytes() != before.tobytes()
+
+
 def test_lines_between_bounds_round_each_product_and_sum() -> None:
     """A kernel may round both at once."""
     text = (

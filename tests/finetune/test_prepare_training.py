@@ -338,23 +338,31 @@ def test_a_merged_vector_stays_with_the_layer_that_it_is_named_after() -> None:
     assert read == [["block.norm1.weight"], ["block.gamma"], ["block.norm2.weight"]]
 
 
-def test_root_mean_squares_stay_fp32_in_pure_16_bit() -> None:
-    program = load(f"""
-      net (float[4,6] x) => (float[4,6] y) <float[6] g = {floats(6)}, float two = {{2.0}}, float eps = {{1e-6}}, float one = {{1.0}}>
-      {{ s = Pow(x, two)  v = ReduceMean <axes = [-1]> (s)  ve = Add(v, eps)  r = Sqrt(ve)  i = Div(one, r)
-         n = Mul(x, i)  y = Mul(n, g) }}""")
-    x = np.random.default_rng(0).normal(0, 400, (4, 6)).astype(np.float32)
-    expected = run(program, {"x": x}, "y")[0]
-    assert "1 RMS norms that are written out keep their statistics in fp32" in amp.prepare_training(program).notes
-    amp.cast_model_to_fp16(program, use_fp16_guard=False)
-    found = {op.outputs[0].name: op.precision for op in program.operators if op.type != "Cast"}
-    assert {name for name, precision in found.items() if precision == "float32"} >= {"s", "v", "ve", "r", "i"}
-    assert found["y.fp16"] == "float16"
-    scope, exe = amp.Scope(), amp.Executor(threads=1)
-    exe.run(program.startup, scope=scope)
-    amp.cast_parameters_to_fp16(amp.CPUPlace(), program, scope)
-    (y,) = exe.run(program, feed={"x": x}, fetch_list=["y"], scope=scope)
-    np.testing.assert_allclose(y, expected, rtol=5e-3, atol=1e-3)
+def test_root_mean_squares_are_computed_in_fp32_in_pure_16_bit() -> None:
+    """As one operator where it is a norm; else they stay in fp32 as they are written."""
+    for scaled in (True, False):
+        last = "n = Mul(x, i)  y = Mul(n, g)" if scaled else "t = Neg(x)  n = Mul(t, i)  y = Mul(n, g)"
+        program = load(f"""
+          net (float[4,6] x) => (float[4,6] y) <float[6] g = {floats(6)}, float two = {{2.0}}, float eps = {{1e-6}}, float one = {{1.0}}>
+          {{ s = Pow(x, two)  v = ReduceMean <axes = [-1]> (s)  ve = Add(v, eps)  r = Sqrt(ve)  i = Div(one, r)
+             {last} }}""")
+        x = np.random.default_rng(0).normal(0, 400, (4, 6)).astype(np.float32)
+        expected = run(program, {"x": x}, "y")[0]
+        (note,) = amp.prepare_training(program).notes
+        amp.cast_model_to_fp16(program, use_fp16_guard=False)
+        found = {op.outputs[0].name: op.precision for op in program.operators if op.type != "Cast"}
+        wide = {name for name, precision in found.items() if precision == "float32"}
+        if scaled:
+            assert note == "1 RMS norms that were written out are one operator each" and not wide
+        else:
+            assert note == "1 RMS norms that are written out keep their statistics in fp32"
+            assert wide >= {"s", "v", "ve", "r", "i"}
+        assert found["y.fp16"] == "float16"
+        scope, exe = amp.Scope(), amp.Executor(threads=1)
+        exe.run(program.startup, scope=scope)
+        amp.cast_parameters_to_fp16(amp.CPUPlace(), program, scope)
+        (y,) = exe.run(program, feed={"x": x}, fetch_list=["y"], scope=scope)
+        np.testing.assert_allclose(y, expected, rtol=5e-3, atol=1e-3)
 
 
 def test_a_second_preparation_changes_nothing() -> None:

@@ -48,12 +48,15 @@ def with_tables(model: onnx.ModelProto, most: int = 32) -> list[str]:
     return found
 
 
+#: A domain for operators of onnxruntime in ai.onnx.
+_RUNTIME = "ai.onnxruntime"
+
+
 def without_kernel(model: onnx.ModelProto, provider: str) -> list[str]:
     """``Type(type parameters)`` of each node that a provider has no kernel for; all tensors must be typed."""
     from amp_transpiler.ir.types import NAMES
 
-    typed = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
-    graph = typed.graph
+    graph = onnx.shape_inference.infer_shapes(_checkable(model), check_type=True, strict_mode=True).graph
     kinds = {t.name: t.data_type for t in graph.initializer}
     for info in [*graph.input, *graph.output, *graph.value_info]:
         kinds[info.name] = info.type.tensor_type.elem_type
@@ -61,7 +64,7 @@ def without_kernel(model: onnx.ModelProto, provider: str) -> list[str]:
     missing = []
     for node in graph.node:
         if node.domain:
-            missing += _missing_foreign(node, kinds, provider)
+            missing += _missing_foreign(node, kinds, provider)  # of those that ``_checkable`` moved too
             continue
         schema = onnx.defs.get_schema(node.op_type, opset, node.domain)
         types: dict[str, str] = {}
@@ -76,11 +79,25 @@ def without_kernel(model: onnx.ModelProto, provider: str) -> list[str]:
     return missing
 
 
+def _checkable(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with the operators that onnxruntime has in ai.onnx, and onnx knows nothing of, in a domain of theirs."""
+    own = [index for index, n in enumerate(model.graph.node) if not n.domain and not onnx.defs.has(n.op_type)]
+    if not own:
+        return model
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    copy.opset_import.add(domain=_RUNTIME, version=1)
+    for index in own:
+        copy.graph.node[index].domain = _RUNTIME
+    return copy
+
+
 def _missing_foreign(node: onnx.NodeProto, kinds: dict[str, int], provider: str) -> list[str]:
     """The same for an operator that onnx has no schema of; the kernels have one version, and T is what they work on."""
     from amp_transpiler.ir.types import NAMES
 
-    kernels = _registry()["kernels"][provider].get(node.domain, {}).get(node.op_type, {})
+    domain = "ai.onnx" if node.domain == _RUNTIME else node.domain
+    kernels = _registry()["kernels"][provider].get(domain, {}).get(node.op_type, {})
     kind = NAMES[kinds[node.output[0]]]
     types = {"T": _SPELLING.get(kind, kind)}
     return [] if any(_allows(k, types) for k in kernels.values()) else [f"{node.op_type}({kind})"]

@@ -361,6 +361,28 @@ def test_layer_normalization(mixed: bool, shape: list[int], bias: bool, data: st
     )
 
 
+def rms_normalization(axis: int, epsilon: float) -> Any:
+    def forward(x: np.ndarray, scale: np.ndarray) -> list[np.ndarray]:
+        axes = tuple(range(axis % x.ndim, x.ndim))
+        return [x / np.sqrt((x**2).mean(axes, keepdims=True) + epsilon) * scale]
+
+    return forward
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["one-type", "fp32-scale"])
+@few
+@given(shape=st.lists(st.integers(3, 5), min_size=1, max_size=4), data=st.data(), seed=seeds)
+def test_rms_normalization(mixed: bool, shape: list[int], data: st.DataObject, seed: int) -> None:
+    axis = data.draw(st.integers(-len(shape), len(shape) - 1))
+    check_gradient(
+        "SimplifiedLayerNormalization",
+        normal(seed, tuple(shape), tuple(shape[axis:])),
+        attrs={"axis": axis, "epsilon": 1e-2},
+        forward=rms_normalization(axis, 1e-2),
+        keep_fp32=(1,) if mixed else (),
+    )
+
+
 @pytest.mark.parametrize("mixed", [False, True], ids=["one-type", "fp32-scale"])
 @few
 @given(shape=images(min_rank=1), seed=seeds)

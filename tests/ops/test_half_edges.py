@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,18 @@ from tests.passes.test_lowerings_agree import node_by_node
 
 LARGEST, SUBNORMAL = 65504.0, 2.0**-24
 WIDTH = 64
+Forward = Callable[..., Sequence[Array]] | None
 
 
-def compared(type_: str, inputs: list[Array], dy: Array, place: str, **attrs: Any) -> list[tuple[Array, Array]]:
-    """(the float16 gradient by the lowering for a place, the float64 one) of each input."""
+def compared(
+    type_: str, inputs: list[Array], dy: Array, place: str, forward: Forward = None, **attrs: Any
+) -> list[tuple[Array, Array]]:
+    """(the float16 gradient by the lowering for a place, the float64 one) of each input.
+
+    ``forward``: the operator in float64, where the reference evaluator has none.
+    """
     inputs = [a.astype(np.float16).astype(np.float64) for a in inputs]
-    case = Case(type_, inputs, attrs, wrt=range(len(inputs)))
+    case = Case(type_, inputs, attrs, wrt=range(len(inputs)), forward=forward)
     (y,) = case.run(inputs)
     values = {f"x{i}": a for i, a in enumerate(inputs)}
     values |= {"y0": y.astype(np.float16).astype(np.float64), "dy0": dy.astype(np.float16).astype(np.float64)}
@@ -98,6 +105,30 @@ def test_layer_normalization(epsilon: float, place: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["cpu", "cuda"])
+@pytest.mark.parametrize("epsilon", [1e-5, 1e-12])
+def test_rms_normalization(epsilon: float, place: str) -> None:
+    """One huge element, large and tiny numbers; a row of zeros without a gradient gives none."""
+    rng = np.random.default_rng(1)
+    rows = [rng.normal(size=WIDTH), rng.normal(size=WIDTH) * 9000, np.eye(WIDTH)[5] * LARGEST, rng.normal(size=WIDTH)]
+    rows += [rng.normal(size=WIDTH) * 1e-4, np.zeros(WIDTH)]
+    dy = rng.normal(size=(len(rows), WIDTH))
+    dy[5:] = 0.0
+    scale = rng.uniform(0.5, 1.5, WIDTH)
+
+    def forward(x: Array, scale: Array) -> list[Array]:
+        return [x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * scale]
+
+    for size in (1.0, 50.0) if epsilon < 1e-5 else (1.0, 1000.0, 1e-5):
+        (dx, truth), (found, wanted) = compared(
+            "SimplifiedLayerNormalization", [np.stack(rows), scale], dy * size, place, forward, epsilon=epsilon
+        )
+        fits = np.abs(truth).max(axis=-1) < LARGEST
+        assert fits.sum() >= 5 and near(dx[fits], truth[fits], units=8), size
+        assert not dx[5:].any()
+        assert near(found, wanted, units=8), size
+
+
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
 def test_small_gradients_of_roots(place: str) -> None:
     """Half of dy is too small for fp16, the result is not."""
     x = np.array([[3e-6, 1e-5, 4e-5, 0.3]])
@@ -114,6 +145,7 @@ def test_small_gradients_of_roots(place: str) -> None:
         ("Softmax", [(0, 4)], {}),
         ("Div", [(0, 4), (4,)], {}),
         ("LayerNormalization", [(0, 4), (4,), (4,)], {}),
+        ("SimplifiedLayerNormalization", [(0, 4), (4,)], {}),
         ("Conv", [(0, 4, 5, 5), (4, 2, 3, 3), (4,)], {"group": 2}),
     ],
 )

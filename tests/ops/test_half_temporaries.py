@@ -61,6 +61,7 @@ CASES: dict[str, tuple[list[Array | None], dict[str, Any]]] = {
     "InstanceNormalization": ([IMAGE, VECTOR, VECTOR], {}),
     "LayerNormalization": ([X, X[0, 0], X[0, 0]], {}),
     "LRN": ([IMAGE], {"size": 3}),
+    "SimplifiedLayerNormalization": ([X, X[0, 0]], {}),
     "LSTM": ([X, X[:1, :, :].repeat(4, 1)[:, :24], RNG.normal(size=(1, 24, 6)).astype(np.float16)], {"hidden_size": 6}),
     "GRU": ([X, X[:1, :, :].repeat(3, 1)[:, :18], RNG.normal(size=(1, 18, 6)).astype(np.float16)], {"hidden_size": 6}),
     "RNN": ([X, X[:1], RNG.normal(size=(1, 6, 6)).astype(np.float16)], {"hidden_size": 6}),

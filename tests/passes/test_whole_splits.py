@@ -35,6 +35,8 @@ OTHERS = {
     "along two axes": "{ a = Slice(x, none, one, one)  b = Slice(x, one, all, two)  p = ReduceSum(b, two)  y = Sub(a, p) }",
     "every other": "{ a = Slice(x, none, all, two, two)  b = Slice(x, one, all, two, two)  y = Sub(a, b) }",
     "of an open size": "{ a = Slice(x, none, one, none)  b = Slice(x, one, all, none)  y = Sub(b, a) }",
+    "of sizes": "{ s = Shape(x)  d = Gather(s, i0)  e = Gather(s, i1)  f = Gather(s, i2)  p = Mul(d, e)  q = Mul(p, f)"
+    "  r = CastLike(q, x)  y = Mul(x, r) }",
     "the whole": "{ a = Slice(x, none, all, one)  y = Neg(a) }",
 }
 

@@ -126,7 +126,7 @@ def _of_rank(weight: Variable, rank: int) -> Variable:
 
 
 def remove(last: Operator, needed: set[Variable]) -> None:
-    """Take out an operator, and those before it that nothing else needs then."""
+    """Take out an operator, and those before it, constants too, that nothing else needs then."""
     program = last.program
     kept, uses = needed | {*program.outputs, *program.updates.values()}, successors(program.graph)
     queue = [last]
@@ -140,8 +140,17 @@ def remove(last: Operator, needed: set[Variable]) -> None:
                     program.remove_variable(made)
         for variable in dict.fromkeys(read):
             maker = variable.producer
+            if maker is None and variable not in kept:
+                drop_unread(variable)
             if maker is not None and not any([v is not None and (uses[v.key] or v in kept) for v in maker.outputs]):
                 queue.append(maker)
+
+
+def drop_unread(variable: Variable) -> None:
+    """Remove a constant that nothing reads; nothing else."""
+    unread = variable.producer is None and not variable.program.graph.degree(variable.key)
+    if unread and variable.data is not None and not (variable.persistable or variable.is_input):
+        variable.program.remove_variable(variable)
 
 
 def _found(last: Operator) -> _Norm | None:

@@ -14,6 +14,8 @@ import numpy as np
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.types import FLOATS
+from amp_transpiler.passes.canonicalize.fuse_norm import drop_unread
 from amp_transpiler.passes.view.of_type import of_type
 
 
@@ -30,11 +32,10 @@ class _Piece:
 
 def split_wholes(program: Graph) -> list[str]:
     """Put one Split in the place of Slices and Gathers of a tensor, along one axis of known size; in place."""
-    read = {
-        v: None for type_ in ("Slice", "Gather") for op in of_type(program, type_) if (v := op.input(0)) is not None
-    }
     count = 0
-    for variable in read:
+    for variable in dict.fromkeys(op.input(0) for op in of_type(program, "Slice", "Gather")):
+        if variable is None or variable.dtype not in FLOATS:  # sizes are looked up in shapes, which have no gradient
+            continue
         pieces = sorted(_pieces(variable), key=lambda piece: piece.start)
         if len(pieces) > 1 and _make_up(variable, pieces):
             _split(variable, pieces)
@@ -95,7 +96,10 @@ def _split(variable: Variable, pieces: list[_Piece]) -> None:
     program, axis = variable.program, pieces[0].axis
     results = [piece.op.outputs[0] for piece in pieces]
     for piece in pieces:
+        bounds = [v for v in piece.op.inputs[1:] if v is not None]
         program.remove_operator(piece.op)
+        for bound in dict.fromkeys(bounds):
+            drop_unread(bound)
     one = [1 if i == axis else size for i, size in enumerate(variable.shape or ())]
     parts = [
         result if piece.keeps else program.new_variable(variable.name, variable.dtype, one)

@@ -117,13 +117,14 @@ def emit_biased_softmax(storage: EmulatedStorage, op: Operator) -> bool:
     if result.dtype not in _ADDS_BIAS:
         return False
     shape = _fixed(storage, total)
+    if shape is None or int(op.attrs.get("axis", -1)) not in (-1, len(shape) - 1):
+        return False
     for x, bias in (add.inputs, add.inputs[::-1]):
-        spread = None if shape is None or _fixed(storage, x) != shape else _spread(shape, _fixed(storage, bias))
-        if spread is not None and int(op.attrs.get("axis", -1)) in (-1, len(shape) - 1):
-            values = (storage.read(add, v) for v in (x, bias))
-            inner = int(spread == "inner")
+        spread = _spread(shape, _fixed(storage, bias)) if _fixed(storage, x) == shape else None
+        if spread is not None and x is not None and bias is not None:
+            operands, inner = (storage.read(add, v) for v in (x, bias)), int(spread == "inner")
             storage.env[result.key] = storage.e.op(
-                "BiasSoftmax", *values, domain=DOMAIN, axis=len(shape) - 1, is_inner_broadcast=inner, shape=shape
+                "BiasSoftmax", *operands, domain=DOMAIN, axis=len(shape) - 1, is_inner_broadcast=inner, shape=shape
             )
             return True
     return False

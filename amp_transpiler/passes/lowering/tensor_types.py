@@ -43,8 +43,8 @@ def inferred(lowered: Lowered) -> onnx.GraphProto:
 
 
 def foreign_types(graph: onnx.GraphProto, values: Iterable[Value]) -> Iterator[onnx.ValueInfoProto]:
-    """The types of ``values`` that operators of other domains make or read, of which ONNX's inference knows nothing."""
-    foreign = {name for node in graph.node if node.domain for name in (*node.output, *node.input)}
+    """The types of ``values`` that operators make or read of which ONNX's inference knows nothing."""
+    foreign = {name for node in graph.node for name in (*node.output, *node.input)}
     foreign -= {each.name for each in (*graph.input, *graph.output, *graph.initializer)}
     for value in {value.name: value for value in values}.values():
         if value.name in foreign and value.shape is not None:

@@ -1,0 +1,112 @@
+"""RMS norms that an exporter wrote out become one operator when they are trained.
+
+Written out, the square, the mean and the root need fp32 tensors of the size of the activation, and so do their
+gradients. SimplifiedLayerNormalization, onnxruntime's name of what ONNX has as RMSNormalization from opset 23 on, reads
+and writes 16 bit and computes in fp32 inside. What is saved for inference has it written out again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from amp_transpiler.ir.decompose import decompose_operator
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.infer import static
+from amp_transpiler.ir.nodes import Operator, Shape, Variable
+from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.passes.canonicalize.fuse_norm import added_number, maker, reduced_axes, remove, squares
+from amp_transpiler.passes.view.constants import content
+from amp_transpiler.passes.view.of_type import of_type
+
+TYPE = "SimplifiedLayerNormalization"
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """The last operator of what was found, what is normalised, over the last of its dimensions, and the epsilon."""
+
+    last: Operator
+    x: Variable
+    size: Shape
+    epsilon: float
+
+
+def fuse_rms_norms(program: Graph) -> list[str]:
+    """Put one operator in the place of each ``x / sqrt(mean(x * x) + epsilon) * scale`` over the last dimensions."""
+    count = 0
+    for root in of_type(program, "Sqrt"):
+        found = None if root.outputs[0] is None or root.outputs[0].producer is not root else _found(root)
+        if found is not None:
+            _fuse(found)
+            count += 1
+    return [f"{count} RMS norms that were written out are one operator each"] if count else []
+
+
+def write_rms_norms(program: Graph) -> None:
+    """Write them out, in operators of ONNX at the program's opset."""
+    for op in of_type(program, TYPE):
+        decompose_operator(op)
+
+
+def _found(root: Operator) -> _Norm | None:
+    summed, epsilon = added_number(root.input(0))
+    mean = maker(summed, "ReduceMean")
+    square = None if mean is None else maker(mean.input(0), "Pow") or maker(mean.input(0), "Mul")
+    if mean is None or square is None or epsilon is None or not squares(square):
+        return None
+    x, axes = square.input(0), reduced_axes(mean)
+    if x is None or x.dtype != "float32" or not axes or mean.attrs.get("keepdims", 1) != 1:
+        return None
+    shape = x.shape or ()
+    size = shape[len(shape) - len(axes) :]
+    last = _quotient(x, root)
+    if last is None or axes != list(range(len(shape) - len(axes), len(shape))) or static(size) is None or 0 in size:
+        return None
+    return _Norm(last, x, size, epsilon)
+
+
+def _quotient(x: Variable, root: Operator) -> Operator | None:
+    """The operator that divides ``x`` by the root, or multiplies it by its inverse."""
+    for op in _readers(root):
+        if op.type == "Div" and op.input(1) is root.outputs[0] and op.input(0) is x:
+            return op
+        if op.type == "Reciprocal" or (op.type == "Div" and _is_one(op.input(0))):
+            found = next((product for product in _readers(op) if _factor(product, op.outputs[0]) is x), None)
+            if found is not None:
+                return found
+    return None
+
+
+def _readers(op: Operator) -> list[Operator]:
+    made = op.outputs[0]
+    return [] if made is None else [reader for reader, _ in made.readers if not reader.domain]
+
+
+def _factor(op: Operator, variable: Variable | None) -> Variable | None:
+    """What a Mul multiplies a variable with; None of another operator."""
+    if op.type != "Mul" or variable not in op.inputs:
+        return None
+    return op.input(1) if op.input(0) is variable else op.input(0)
+
+
+def _is_one(variable: Variable | None) -> bool:
+    data = None if variable is None else content(variable)
+    return data is not None and bool((as_array(data) == 1).all())
+
+
+def _fuse(norm: _Norm) -> None:
+    program, last, scale = norm.last.program, norm.last, None
+    made = last.outputs[0]
+    assert made is not None
+    if len(made.readers) == 1 and made not in program.outputs:
+        (reader,) = (op for op, _ in made.readers)
+        other = None if reader.domain else _factor(reader, made)
+        if other is not None and other.shape == norm.size and other.dtype == made.dtype:
+            last, scale = reader, other
+    if scale is None:
+        scale = program.add_constant(f"{made.name}.ones", np.ones(norm.size, np.float32))
+    out, attrs = last.outputs[0], {"axis": -len(norm.size), "epsilon": norm.epsilon}
+    remove(last, {norm.x, scale})
+    program.add_operator(TYPE, [norm.x, scale], [out], attrs=attrs, name=last.name, like=last)

@@ -1,0 +1,104 @@
+"""RMS norms that exporters wrote out are one operator in training, and written out in what is saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.nn import functional as F
+from amp_transpiler.passes.canonicalize.fuse_rms import fuse_rms_norms
+
+HEAD = '<ir_version: 8, opset_import: ["" : 20]> g (float[2, 3, 8] x) => (float[2, 3, 8] y) '
+HEAD += "<float[8] g = {1, 2, 3, 4, 5, 6, 7, 8}, float[3, 8] wide = {" + ", ".join(["0.5", "2"] * 12) + "}, "
+HEAD += "int64[1] last = {-1}, int64[2] both = {1, 2}, float eps = {1e-3}, float one = {1}, float two = {2}> "
+ROOT = "{ s = Pow(x, two)  m = ReduceMean(s, last)  e = Add(m, eps)  r = Sqrt(e)  "
+NORMS = {
+    "by the inverse": ROOT + "i = Reciprocal(r)  n = Mul(x, i)  y = Mul(g, n) }",
+    "by one over the root": ROOT + "i = Div(one, r)  n = Mul(i, x)  y = Mul(n, g) }",
+    "divided": ROOT.replace("Pow(x, two)", "Mul(x, x)") + "n = Div(x, r)  y = Mul(g, n) }",
+    "over two dimensions": ROOT.replace("last", "both") + "n = Div(x, r)  y = Mul(wide, n) }",
+    "without a scale": ROOT + "y = Div(x, r) }",
+    "of which the scale is a sum": ROOT + "n = Div(x, r)  h = Add(g, one)  y = Mul(n, h) }",
+    "whose quotient is read twice": ROOT + "n = Div(x, r)  p = Mul(g, n)  y = Add(p, n) }",
+    "with a scale of another size": ROOT + "n = Div(x, r)  y = Mul(wide, n) }",
+}
+OTHERS = {
+    "of another": ROOT + "t = Neg(x)  y = Div(t, r) }",
+    "over other dimensions": ROOT.replace("last", "one_").replace("{ s", "{ one_ = Constant <value_ints = [1]> ()  s")
+    + "y = Div(x, r) }",
+    "without an epsilon": ROOT.replace("Sqrt(e)", "Sqrt(m)") + "y = Div(x, r) }",
+    "a cube": ROOT.replace("Pow(x, two)", "Pow(x, g)") + "y = Div(x, r) }",
+    "the root's share": ROOT + "y = Div(r, x) }",
+}
+X = np.random.default_rng(0).normal(size=(2, 3, 8)).astype(np.float32)
+
+
+def program(body: str) -> amp.Program:
+    return amp.Program.from_onnx(onnx.parser.parse_model(HEAD + body))
+
+
+def slope(found: amp.Program) -> list[np.ndarray]:
+    """What a program makes of x, and the gradient of the sum of its squares."""
+    with amp.program_guard(found), amp.unique_name.guard():
+        given, y = found.inputs[0], found.outputs[0]
+        given.stop_gradient = False
+        ((_, gradient),) = amp.append_backward(F.sum(y * y), parameter_list=[given])
+    executor, scope = amp.Executor(amp.CPUPlace()), amp.Scope()
+    executor.run(found.startup, scope=scope)
+    return executor.run(found, {"x": X}, [y, gradient], scope)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_it_is_one_operator(name: str) -> None:
+    expected = slope(program(NORMS[name]))
+    found = program(NORMS[name])
+    assert fuse_rms_norms(found) == ["1 RMS norms that were written out are one operator each"]
+    kinds = [op.type for op in found.operators]
+    assert kinds.count("SimplifiedLayerNormalization") == 1 and "Sqrt" not in kinds
+    for value, right in zip(slope(found), expected, strict=True):
+        np.testing.assert_allclose(value, right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_only_looks_like_one_stays(name: str) -> None:
+    found = program(OTHERS[name])
+    before = [op.type for op in found.operators]
+    assert not fuse_rms_norms(found) and [op.type for op in found.operators] == before
+
+
+@pytest.mark.parametrize("mode", ["fp32", "pure"])
+def test_it_is_trained_and_saved_written_out(mode: str, tmp_path: Path) -> None:
+    """The saved model has operators of ONNX alone, and gives what the trained program gives."""
+    numbers = ", ".join(f"{value:.3f}" for value in np.random.default_rng(1).normal(size=64))
+    head = HEAD.replace("<float[8] g", f"<float[8, 8] w = {{{numbers}}}, float[8] g")
+    body = NORMS["by the inverse"].replace("y = Mul(g, n)", "k = Mul(g, n)  y = MatMul(k, w)")
+    main = amp.Program.from_onnx(onnx.parser.parse_model(head + body))
+    assert any("RMS norms" in note for note in amp.prepare_training(main).notes)
+    optimizer = amp.optimizer.Adam(0.01, multi_precision=mode == "pure")
+    if mode == "pure":
+        optimizer = amp.decorate(optimizer, use_pure_fp16=True, use_fp16_guard=False, init_loss_scaling=8.0)
+    with amp.program_guard(main, main.startup):
+        y = main.outputs[0]
+        optimizer.minimize(F.mean(F.cast(y * y, "float32")), main.startup)
+    executor = amp.Executor(amp.CPUPlace())
+    executor.run(main.startup)
+    if mode == "pure":
+        optimizer.amp_init(amp.CPUPlace())
+    for _ in range(3):
+        executor.run(main, {"x": X}, [])
+    (expected,) = executor.run(main.clone(for_test=True), {"x": X}, [y.name])
+    amp.save_inference_model(str(tmp_path / "m"), [main.inputs[0]], [y], executor, program=main)
+    file = next(path for path in tmp_path.rglob("*") if path.is_file() and path.suffix in (".onnx", ""))
+    model = onnx.load(file)
+    onnx.checker.check_model(model)
+    assert "SimplifiedLayerNormalization" not in {node.op_type for node in model.graph.node}
+    running = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    (given,) = running.get_inputs()
+    feed = X.astype(np.float16 if given.type == "tensor(float16)" else np.float32)
+    (served,) = running.run(None, {given.name: feed})
+    np.testing.assert_allclose(served.astype(np.float32), expected, rtol=2e-2, atol=2e-2)
