@@ -83,8 +83,9 @@ def prepare_training(
     vectors that the exporter merged are copied apart; what it repeated for each example of a fixed batch is one
     parameter for all; a matrix and its (transposed) copy are tied again, but for layers of one kind, which are equal
     until they are trained; anonymous parameters get the name of their
-    module, and linear layers their layout [out, in] (``restore``); layer norms that were written out (before opset 17)
-    are one operator again, and RMS norms keep their statistics in fp32.
+    module, and linear layers their layout [out, in] (``restore``); layer norms that were written out (before opset 17),
+    RMS norms and GELUs are one operator again, and slices that make up a tensor one Split. An RMS norm is that which
+    onnxruntime has at every opset, SimplifiedLayerNormalization; what is saved for inference has it written out.
     BatchNormalization and Dropout train, an If on a constant is inlined, loops of known length are unrolled, what is
     computed of constants and of declared sizes is a constant, and calls of the model's functions are inlined:
     variables of such a model are to be asked for by name again.

@@ -50,6 +50,22 @@ def test_saves_what_is_asked_for_with_the_black_list(mode: str, save: str, tmp_p
     assert precisions["Softmax"] == precisions["Gelu"] == ("" if save == "fp32" else "float32")
 
 
+@pytest.mark.parametrize("save", ["fp32", "pure"])
+def test_what_is_saved_has_operators_of_onnx_alone(save: str, tmp_path: Path) -> None:
+    """Also where training has one of onnxruntime, as of an RMS norm."""
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]> net (float[batch, 4] x) => (float[batch, 3] y) '
+        "<float[4] g = {1, 2, 1, 0.5}, int64[1] last = {-1}, float eps = {1e-3}> "
+        "{ s = Mul(x, x)  m = ReduceMean(s, last)  e = Add(m, eps)  r = Sqrt(e)  n = Div(x, r)  h = Mul(n, g)  y = MatMul(h, w) }"
+    )
+    weights = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weights, "w"))
+    told: list[str] = []
+    amp.fit(model, tmp_path / "out.onnx", data=features(40), save=save, say=told.append, **FAST)
+    assert any("RMS norms" in line for line in told)
+    onnx.checker.check_model(onnx.load(tmp_path / "out.onnx"), full_check=True)
+
+
 @pytest.mark.parametrize("half", [np.float16, ml_dtypes.bfloat16])
 def test_a_model_with_16_bit_inputs_and_outputs_trains(half: Any, tmp_path: Path) -> None:
     name = "float16" if half is np.float16 else "bfloat16"
