@@ -162,20 +162,12 @@ def _over_root(e: Emitter, rows: Value, epsilon: float) -> tuple[Value, Value]:
 
 def _kernel(e: Emitter, x: Value, scale: Value, axis: int, epsilon: float, outputs: int) -> list[Value]:
     """The results of the operator, of which ONNX's inference knows nothing."""
-    shape = size_of(x)
-    made = e.op(
-        "SimplifiedLayerNormalization",
-        *(x, scale),
-        outputs=outputs,
-        dtype=(x.dtype, "float32")[:outputs],
-        shape=shape if outputs == 1 else None,
-        axis=axis,
-        epsilon=epsilon,
-    )
-    sizes = (shape, (*shape[:axis], *(1 for _ in shape[axis:])))
-    results = [Value(v.name, v.dtype, size) for v, size in zip(made, sizes, strict=False)]
-    e.foreign += (Value(v.name, e.tensor_type(v), v.shape) for v in results)
-    return results
+    shape, kinds = size_of(x), (x.dtype, "float32")[:outputs]
+    attrs: dict[str, Any] = {"axis": axis, "epsilon": epsilon, "shape": shape}
+    normal, *roots = e.op("SimplifiedLayerNormalization", x, scale, outputs=outputs, dtype=kinds, **attrs)
+    roots = [Value(r.name, r.dtype, (*shape[:axis], *(1 for _ in shape[axis:]))) for r in roots]
+    e.foreign += roots
+    return [normal, *roots]
 
 
 @decomposition("MeanVarianceNormalization")

@@ -85,6 +85,7 @@ def test_it_is_trained_and_saved_written_out(mode: str, tmp_path: Path) -> None:
     with amp.program_guard(main, main.startup):
         y = main.outputs[0]
         optimizer.minimize(F.mean(F.cast(y * y, "float32")), main.startup)
+    assert all(main.memory_estimate(place=place).peak for place in (amp.CPUPlace(), amp.CUDAPlace(0)))
     executor = amp.Executor(amp.CPUPlace())
     executor.run(main.startup)
     if mode == "pure":
