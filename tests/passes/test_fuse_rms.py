@@ -12,6 +12,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.canonicalize.fuse_rms import fuse_rms_norms
+from tests.helpers.slopes import slope
 
 HEAD = '<ir_version: 8, opset_import: ["" : 20]> g (float[2, 3, 8] x) => (float[2, 3, 8] y) '
 HEAD += "<float[8] g = {1, 2, 3, 4, 5, 6, 7, 8}, float[3, 8] wide = {" + ", ".join(["0.5", "2"] * 12) + "}, "
@@ -42,25 +43,14 @@ def program(body: str) -> amp.Program:
     return amp.Program.from_onnx(onnx.parser.parse_model(HEAD + body))
 
 
-def slope(found: amp.Program) -> list[np.ndarray]:
-    """What a program makes of x, and the gradient of the sum of its squares."""
-    with amp.program_guard(found), amp.unique_name.guard():
-        given, y = found.inputs[0], found.outputs[0]
-        given.stop_gradient = False
-        ((_, gradient),) = amp.append_backward(F.sum(y * y), parameter_list=[given])
-    executor, scope = amp.Executor(amp.CPUPlace()), amp.Scope()
-    executor.run(found.startup, scope=scope)
-    return executor.run(found, {"x": X}, [y, gradient], scope)
-
-
 @pytest.mark.parametrize("name", NORMS)
 def test_it_is_one_operator(name: str) -> None:
-    expected = slope(program(NORMS[name]))
+    expected = slope(program(NORMS[name]), X)
     found = program(NORMS[name])
     assert fuse_rms_norms(found) == ["1 RMS norms that were written out are one operator each"]
     kinds = [op.type for op in found.operators]
     assert kinds.count("SimplifiedLayerNormalization") == 1 and "Sqrt" not in kinds
-    for value, right in zip(slope(found), expected, strict=True):
+    for value, right in zip(slope(found, X), expected, strict=True):
         np.testing.assert_allclose(value, right, rtol=1e-4, atol=1e-4)
 
 

@@ -7,8 +7,8 @@ import onnx
 import pytest
 
 import amp_transpiler as amp
-from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.canonicalize.whole_splits import split_wholes
+from tests.helpers.slopes import slope
 
 HEAD = '<ir_version: 8, opset_import: ["" : 20]> g (float[batch, 3, 6] x) => (float[a, b, c] y) '
 HEAD += "<int64[1] none = {0}, int64[1] one = {1}, int64[1] two = {2}, int64[1] four = {4}, int64[1] all = {9223372036854775807}, "
@@ -46,15 +46,6 @@ def program(body: str) -> amp.Program:
     for number, node in enumerate(model.graph.node):
         node.name = f"node {number}"
     return amp.Program.from_onnx(model)
-
-
-def slope(found: amp.Program, x: np.ndarray) -> list[np.ndarray]:
-    """What a program makes of x, and the gradient of the sum of its squares."""
-    with amp.program_guard(found), amp.unique_name.guard():
-        given, y = found.inputs[0], found.outputs[0]
-        given.stop_gradient = False
-        ((_, gradient),) = amp.append_backward(F.sum(y * y), parameter_list=[given])
-    return amp.Executor(amp.CPUPlace()).run(found, {"x": x}, [y, gradient], amp.Scope())
 
 
 @pytest.mark.parametrize("name", WHOLES)
