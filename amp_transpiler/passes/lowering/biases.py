@@ -117,7 +117,8 @@ def emit_biased_softmax(storage: EmulatedStorage, op: Operator) -> bool:
     if result.dtype not in _ADDS_BIAS:
         return False
     shape = _fixed(storage, total)
-    if shape is None or int(op.attrs.get("axis", -1)) not in (-1, len(shape) - 1):
+    last = {-1, len(shape) - 1} if shape is not None else ()
+    if shape is None or int(op.attrs.get("axis", -1 if op.program.opset() >= 13 else 1)) not in last:
         return False
     for x, bias in (add.inputs, add.inputs[::-1]):
         spread = _spread(shape, _fixed(storage, bias)) if _fixed(storage, x) == shape else None
