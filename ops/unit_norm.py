@@ -115,7 +115,11 @@ def _rms_types(op: Operator) -> list[tuple[str | None, Shape | None] | None]:
     return [(data.dtype, shape), ("float32", shape and (*shape[:axis], *(1 for _ in shape[axis:])))]
 
 
-@lowering_rule("SimplifiedLayerNormalization", native=True, infer=_rms_types)
+def _needs_rule(op: Operator) -> bool:
+    return op.output(1) is not None or len({v.dtype for v in op.inputs if v is not None}) > 1
+
+
+@lowering_rule("SimplifiedLayerNormalization", native=True, when=_needs_rule, infer=_rms_types)
 def simplified_layer_normalization_rule(e: Emitter, op: Operator, x: Value, scale: Value) -> Sequence[Value]:
     """The operator itself, with a scale of the type of X."""
     outputs = max(i + 1 for i, v in enumerate(op.outputs) if v is not None)

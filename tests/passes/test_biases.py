@@ -181,7 +181,9 @@ def test_a_softmax_of_long_rows_has_no_bias() -> None:
 
 
 @pytest.mark.parametrize(("shape", "kinds"), [([2, 3, 4], ["Add", "Softmax"]), ([3, 4], ["BiasSoftmax"])])
-def test_before_opset_13_a_softmax_is_along_the_second_axis_and_all_behind_it(shape: list[int], kinds: list[str]) -> None:
+def test_before_opset_13_a_softmax_is_along_the_second_axis_and_all_behind_it(
+    shape: list[int], kinds: list[str]
+) -> None:
     text = f"g (float{shape} x, float{shape} b) => (float{shape} y) {{ s = Add(x, b)  y = Softmax(s) }}"
     source = amp.Program.from_onnx(onnx.parser.parse_model(f'<ir_version: 7, opset_import: ["" : 11]> {text}'))
     lowered = lower(source, "cuda", {}, [source.var("y")])

@@ -20,6 +20,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes, constant_array, static, type_proto
 from amp_transpiler.ir.nodes import OWN, Operator, Shape, Variable
 from amp_transpiler.ir.opdef import group_inputs, has_lowering_rule, lookup, lowering_rule_of, rule_of, traits_of
+from amp_transpiler.ir.signature import signature
 from amp_transpiler.ir.tensors import as_array, tensor_type, to_proto
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
@@ -290,6 +291,8 @@ class _Emission(EmulatedStorage):
         for v, value in zip(op.outputs, raw, strict=True):
             if v is not None and value is not None:
                 self.e.given[value.name] = value
+                if value.dtype and signature(op.type, self.e.opset, op.domain) is None:
+                    self.e.foreign.append(value)
                 self.env[v.key] = self.emulated(value) if real else self.finished(v, value, exact)
 
     # -- nested graphs ----------------------------------------------------------------------------------
