@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.decompose import Parts, decomposition
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.intervals import INF, Interval, Ranges, hull, increasing, product
+from amp_transpiler.ir.metadata import FUSED
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.opdef import gradient, no_gradient, own, range_rule, traits
+from amp_transpiler.ir.opdef import gradient, lowering_rule, no_gradient, own, range_rule, traits
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.common import Grads, comparable, multiple, size_of, summed
 from amp_transpiler.ops.gpu_kernels import along_rows, column_product, for_rows, rounded_once
 from amp_transpiler.ops.pool import through_maxima
 from amp_transpiler.ops.training.random import kept_of
+
+#: x * sigmoid(alpha * x), as onnxruntime has it at every opset.
+QUICK_GELU = f"{DOMAIN}::QuickGelu"
 
 
 def _greater(e: Emitter, value: Value, number: float) -> Value:
@@ -216,10 +222,51 @@ def celu(d: Parts, op: Operator, x: Variable) -> list[Variable]:
     return [d.Where(d.Greater(x, 0), x, d.Mul(d.Elu(d.Div(x, alpha)), alpha))]
 
 
-@decomposition("Swish")
+@decomposition("Swish", QUICK_GELU)
 def swish(d: Parts, op: Operator, x: Variable) -> list[Variable]:
-    alpha = d.number("alpha", 1.0)
+    """x * sigmoid(alpha * x)."""
+    alpha = _alpha(op)
     return [d.Mul(x, d.Sigmoid(x if alpha == 1 else d.Mul(x, alpha)))]
+
+
+def _alpha(op: Operator) -> float:
+    """The number in the sigmoid, of a gradient too."""
+    return float(op.attrs.get("alpha", 1.0 if op.type in ("Swish", "SwiGLU") else 1.702))
+
+
+def _of_onnxruntime(op: Operator) -> str:
+    """Why an operator is taken apart to be trained; "" where it stands for what a pass found written out."""
+    return "" if FUSED in op.metadata else "onnxruntime's kernel takes the sigmoid of numbers below 0 from 1, in 16 bit"
+
+
+@lowering_rule(QUICK_GELU, native=True, when=lambda op: FUSED in op.metadata)
+def quick_gelu(e: Emitter, op: Operator, x: Value) -> Sequence[Value]:
+    """In 16 bit z and σ(z) are rounded, as if they were written out."""
+    if e.at.fused and _alpha(op) == 1:
+        return [e.op("ScaledSiLU", x, domain=DOMAIN, alpha=1.0, shape=x.shape)]
+    return [e.Mul(x, e.Sigmoid(_times(e, x, _alpha(op))))]
+
+
+@gradient(QUICK_GELU, reads="x0 y0 dy0", native=True, refuse=_of_onnxruntime)
+def quick_gelu_gradient(e: Emitter, op: Operator, x: Value, y: Value, dy: Value) -> Grads:
+    """dy σ(z) (1 + z σ(-z)) with z = alpha x: in 16 bit 1 - σ(z) would have no digits where z is large."""
+    alpha = _alpha(op)
+    if x.dtype == "float16" and alpha > 1:  # the slope is 0 or 1 beyond, and z may not fit
+        x = e.Clip(x, e.like(-64.0, x), e.like(64.0, x))
+    z = _times(e, x, alpha)
+    share = e.Sigmoid(z)
+    if e.at.fused:
+        rest = e.op("ScaledSiLU", x, domain=DOMAIN, alpha=-alpha, shape=x.shape)
+    elif x.dtype in HALF:
+        back = e.Neg(z)
+        rest = e.Mul(back, e.Sigmoid(back))
+    else:
+        return [e.Mul(dy, e.Add(share, e.Mul(_times(e, y, alpha), e.Sub(e.like(1, share), share))))]
+    return [e.Mul(e.Mul(dy, share), e.Sub(e.like(1, rest), rest))]
+
+
+def _times(e: Emitter, x: Value, number: float) -> Value:
+    return x if number == 1 else e.Mul(x, e.like(number, x))
 
 
 @decomposition("SwiGLU")
@@ -230,7 +277,7 @@ def swi_glu(d: Parts, op: Operator, gate: Variable, value: Variable) -> list[Var
 _AS_LARGE = (
     "Celu Elu Gelu HardSwish LeakyRelu Mish PRelu Relu Selu Shrink Softplus Swish ThresholdedRelu".split()  # noqa: SIM905
 )
-traits(*_AS_LARGE, elementwise=True, carries_large=True)
+traits(*_AS_LARGE, QUICK_GELU, elementwise=True, carries_large=True)
 traits("HardSigmoid", "Sigmoid", elementwise=True, bounded=(0.0, 1.0))
 traits("Softsign", "Tanh", elementwise=True, bounded=(-1.0, 1.0))
 traits("Softmax", "Hardmax", over="axis", bounded=(0.0, 1.0), ignores="low")
@@ -256,9 +303,9 @@ def _between(op: Operator, ranges: Ranges, below: float = 1.0, above: float = 1.
 range_rule("Gelu", "HardSwish", "Mish")(_between)
 
 
-@range_rule("Swish")
+@range_rule("Swish", QUICK_GELU)
 def _swish_range(op: Operator, ranges: Ranges) -> Interval | None:
-    return _between(op, ranges) if float(op.attrs.get("alpha", 1.0)) == 1.0 else None
+    return _between(op, ranges) if _alpha(op) >= 1 else None
 
 
 @range_rule("Selu")

@@ -1,7 +1,7 @@
-"""Attention and what belongs to it, decomposed: scaled products, masks, Softmax, grouped heads, rotary positions.
+"""Attention, decomposed: scaled products, masks, Softmax, grouped heads.
 
-Definitions: https://onnx.ai/onnx/operators/ (Attention, RotaryEmbedding); the forms of
-onnxruntime's own operators are brought to these in ``ops/contrib.py``.
+Definition: https://onnx.ai/onnx/operators/ (Attention); the forms of onnxruntime's own operators are brought to it in
+``ops/contrib.py``.
 """
 
 from __future__ import annotations
@@ -23,46 +23,6 @@ MASKED = -30000.0
 Maybe = Variable | None
 
 
-# -- rotary positions ----------------------------------------------------------------------------------
-@decomposition("RotaryEmbedding")
-def rotary_embedding(
-    d: Parts, op: Operator, x: Variable, cos: Variable, sin: Variable, positions: Maybe = None
-) -> list[Variable]:
-    """X is [B, heads, S, D], or [B, S, heads * D] with ``num_heads``; the caches are [B, S, D/2] or looked up."""
-    if positions is not None:
-        cos, sin = d.Gather(cos, positions), d.Gather(sin, positions)
-    heads = d.whole("num_heads", 0)
-    split = heads_apart(d, x, heads) if d.rank(x) == 3 else x
-    turned = rotate(d, split, d.Unsqueeze(cos, [1]), d.Unsqueeze(sin, [1]))
-    return [heads_together(d, turned) if d.rank(x) == 3 else turned]
-
-
-def rotate(d: Parts, x: Variable, cos: Variable, sin: Variable) -> Variable:
-    """Pairs of the first elements of the last axis of X [B, heads, S, D], turned by angles that broadcast."""
-    size = d.size(x, -1)
-    if size is None:
-        raise d.error(f"the head size of '{x.name}' is not fixed")
-    turning = d.whole("rotary_embedding_dim", 0) or size
-    rest = None
-    if turning != size:
-        x, rest = d.Split(x, [turning, size - turning], axis=-1, outputs=2)
-        cos, sin = (d.Slice(c, [0], [turning // 2], [-1]) for c in (cos, sin))
-    interleaved = d.whole("interleaved", 0)
-    if interleaved:
-        pairs = d.Reshape(x, [0, 0, -1, turning // 2, 2])
-        first, second = (d.Squeeze(v, [-1]) for v in d.Split(pairs, axis=-1, num_outputs=2, outputs=2))
-    else:
-        first, second = d.Split(x, axis=-1, num_outputs=2, outputs=2)
-    real = d.Sub(d.Mul(first, cos), d.Mul(second, sin))
-    imaginary = d.Add(d.Mul(first, sin), d.Mul(second, cos))
-    if interleaved:
-        pairs = d.Concat(d.Unsqueeze(real, [-1]), d.Unsqueeze(imaginary, [-1]), axis=-1)
-        turned = d.Reshape(pairs, [0, 0, -1, turning])
-    else:
-        turned = d.Concat(real, imaginary, axis=-1)
-    return turned if rest is None else d.Concat(turned, rest, axis=-1)
-
-
 def heads_apart(d: Parts, x: Variable, heads: int) -> Variable:
     """[B, S, heads * D] as [B, heads, S, D]."""
     width = d.size(x, 2)
@@ -77,7 +37,6 @@ def heads_together(d: Parts, x: Variable) -> Variable:
     return d.Reshape(d.Transpose(x, perm=[0, 2, 1, 3]), [0, 0, width])
 
 
-# -- attention -----------------------------------------------------------------------------------------
 @decomposition("Attention")
 def attention(
     d: Parts,
@@ -228,7 +187,6 @@ def positions_of(d: Parts, x: Variable, axis: int) -> Variable:
 
 
 traits("Attention")
-traits("RotaryEmbedding", settings=(1, 2, 3))
 
 
 @flops("Attention", f"{DOMAIN}::MultiHeadAttention")

@@ -17,7 +17,7 @@ from amp_transpiler.ir.opdef import SlotShapes, flops, traits
 from amp_transpiler.ir.reasons import Kind
 from amp_transpiler.ir.types import LIMITS
 from amp_transpiler.lists import keep_fp32
-from amp_transpiler.ops.attention import heads_apart, heads_together, positions_of, rotate, weigh
+from amp_transpiler.ops.attention import heads_apart, heads_together, positions_of, weigh
 from amp_transpiler.ops.unit_norm import rms
 
 _MS = f"{DOMAIN}::"
@@ -93,12 +93,6 @@ def gelu(d: Parts, op: Operator, x: Variable, bias: Maybe = None) -> list[Variab
 @decomposition(_MS + "FastGelu")
 def fast_gelu(d: Parts, op: Operator, x: Variable, bias: Maybe = None) -> list[Variable]:
     return [d.Gelu(x if bias is None else d.Add(x, bias), approximate="tanh")]
-
-
-@decomposition(_MS + "QuickGelu")
-def quick_gelu(d: Parts, op: Operator, x: Variable) -> list[Variable]:
-    """x * sigmoid(alpha * x)."""
-    return [d.Mul(x, d.Sigmoid(d.Mul(x, d.number("alpha", 1.702))))]
 
 
 # -- normalisation ---------------------------------------------------------------------------------------
@@ -269,35 +263,13 @@ def _causal(d: Parts, q: Variable, k: Variable) -> Maybe:
     return d.Where(kept, d.const(0, q.dtype), d.const(-LIMITS["float32"].largest, q.dtype))
 
 
-@decomposition(_MS + "RotaryEmbedding")
-def rotary_embedding(
-    d: Parts, op: Operator, x: Variable, positions: Variable, cos: Variable, sin: Variable
-) -> list[Variable]:
-    """X [B, S, heads * D] or [B, heads, S, D]; ``positions`` [B, S], or [1]: the first of consecutive ones."""
-    if d.whole("is_packed_batching", 0) or d.number("scale", 1.0) != 1:
-        raise d.error("it scales, or packs sequences")
-    flat = d.rank(x) == 3
-    if flat:
-        half = d.size(cos, 1)
-        width, heads, turning = d.size(x, 2), d.whole("num_heads", 0), d.whole("rotary_embedding_dim", 0)
-        if not heads and (half is None or width is None or turning):
-            raise d.error("its number of heads is not known")
-        x = heads_apart(d, x, heads or width // (2 * half))  # type: ignore[operator]
-    if d.rank(positions) == 1:
-        positions = d.Unsqueeze(d.Add(positions_of(d, x, 2), positions), [0])
-    angles = [d.Unsqueeze(d.Gather(table, positions), [1]) for table in (cos, sin)]
-    turned = rotate(d, x, *angles)
-    return [heads_together(d, turned) if flat else turned]
-
-
 traits(_MS + "BiasDropout", _MS + "BitmaskDropout", _MS + "BitmaskBiasDropout", random=True)
 traits(_MS + "DequantizeLinear", _MS + "QuantizeLinear", settings=(1,))
 traits(_MS + "Pad", settings=(2,))
 traits(_MS + "Range", settings=(0, 1, 2))
-traits(_MS + "RotaryEmbedding", settings=(1, 2, 3))
 keep_fp32(_MS + "SkipLayerNormalization", inputs=(2, 3), outputs=(1, 2))
 keep_fp32(_MS + "SkipSimplifiedLayerNormalization", inputs=(2,), outputs=(1, 2))
-traits(_MS + "Gelu", _MS + "BiasGelu", _MS + "FastGelu", _MS + "QuickGelu", elementwise=True, carries_large=True)
+traits(_MS + "Gelu", _MS + "BiasGelu", _MS + "FastGelu", elementwise=True, carries_large=True)
 traits(_MS + "BiasGelu", _MS + "FastGelu", weights=(1,), biases=(1,))
 traits(_MS + "FusedMatMul", _MS + "TransposeMatMul", product=True, weights=(1,))
 traits(_MS + "FusedConv", _MS + "FusedGemm", product=True, weights=(1, 2), biases=(2,))

@@ -10,6 +10,7 @@ once in some hundred million results.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -96,6 +97,8 @@ class _Graph:
             self._double_filters(node)
         elif node.op_type in _HARD and not node.domain:
             self._hard(node)
+        elif node.op_type == "RotaryEmbedding" and self._turns_halves(node):
+            self._turn(node)
         elif node.op_type not in _UNFINISHED and has_kernel(_CPU, node.op_type, "float64", self.opset, node.domain):
             self._widen(node)
         else:
@@ -206,6 +209,41 @@ class _Graph:
         if swish:
             self._emit("Mul", [operand, bounded], result)
 
+    def _turns_halves(self, node: onnx.NodeProto) -> bool:
+        """Whether it is onnxruntime's, turns the halves of whole heads, and the sizes and the positions are known."""
+        held, shape = _attributes(node), self._shape(node.input[0])
+        usual = not (held.get("interleaved") or held.get("rotary_embedding_dim") or held.get("is_packed_batching"))
+        counted = shape is not None and (len(shape) == 4 or held.get("num_heads", 0) > 0)
+        return bool(node.domain) and usual and counted and node.input[1] in self.constants
+
+    def _turn(self, node: onnx.NodeProto) -> None:
+        """Add the products with cosines and sines, and their sums, each rounded."""
+        result, x, shape = node.output[0], node.input[0], self._shape(node.input[0]) or ()
+        places, size = (
+            (shape[2], shape[3]) if len(shape) == 4 else (shape[1], shape[2] // _attributes(node)["num_heads"])
+        )
+        at = onnx.numpy_helper.to_array(self.constants[node.input[1]])
+        at = at if at.ndim == 2 else (at + np.arange(places))[None]
+        heads, axis = (f"{result}/x", 2) if len(shape) == 3 else (x, 1)
+        if heads != x:
+            self._emit("Reshape", [x, self._constant(f"{result}/apart", [0, 0, -1, size])], heads)
+        rows = self._constant(f"{result}/places", at.tolist())
+        for table, name in zip(node.input[2:], "cs", strict=True):
+            self._emit("Gather", [table, rows], f"{result}/{name}0")
+            self._emit(
+                "Unsqueeze", [f"{result}/{name}0", self._constant(f"{result}/{name}1", [axis])], f"{result}/{name}"
+            )
+        sizes, halves = self._constant(f"{result}/sizes", [size // 2] * 2), [f"{result}/a", f"{result}/b"]
+        self.nodes.append(helper.make_node("Split", [heads, sizes], halves, f"{result}/halves", axis=-1))
+        for half, table in itertools.product("ab", "cs"):
+            self._emit("Mul", [f"{result}/{half}", f"{result}/{table}"], f"{result}/{half}{table}")
+        self._emit("Sub", [f"{result}/ac", f"{result}/bs"], f"{result}/first")
+        self._emit("Add", [f"{result}/as", f"{result}/bc"], f"{result}/second")
+        turned = f"{result}/turned" if len(shape) == 3 else result
+        self._emit("Concat", [f"{result}/first", f"{result}/second"], turned, axis=-1)
+        if turned != result:
+            self._emit("Reshape", [turned, self._constant(f"{result}/together", [0, 0, -1])], result)
+
     # -- sums --------------------------------------------------------------------------------------------
     def _begins_with_rows(self, node: onnx.NodeProto) -> bool:
         """Whether it is a sum along the first axis and others."""
@@ -250,7 +288,7 @@ class _Graph:
                 made.output[slot] = wide = f"{result}/wide"
                 self.nodes.append(helper.make_node("Cast", [wide], [result], wide, to=TensorProto.FLOAT))
 
-    def _constant(self, name: str, values: Sequence[int] | float, dtype: type = np.int64) -> str:
+    def _constant(self, name: str, values: Sequence[Any] | float, dtype: type = np.int64) -> str:
         array: np.ndarray = np.array(values, dtype)
         self.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
         return name

@@ -37,7 +37,10 @@ from amp_transpiler.passes.canonicalize.control_flow import expand_control_flow
 from amp_transpiler.passes.canonicalize.fuse_gelu import fuse_gelus
 from amp_transpiler.passes.canonicalize.fuse_norm import fuse_layer_norms, keep_root_mean_squares
 from amp_transpiler.passes.canonicalize.fuse_rms import fuse_rms_norms
+from amp_transpiler.passes.canonicalize.fuse_rotary import fuse_rotations
+from amp_transpiler.passes.canonicalize.fuse_swish import fuse_swishes
 from amp_transpiler.passes.canonicalize.inlining import inline_functions
+from amp_transpiler.passes.canonicalize.nan_rows import ask_rows
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.canonicalize.whole_splits import split_wholes
 from amp_transpiler.passes.numerics.mask_constants import saturate_masks
@@ -84,8 +87,9 @@ def prepare_training(
     parameter for all; a matrix and its (transposed) copy are tied again, but for layers of one kind, which are equal
     until they are trained; anonymous parameters get the name of their
     module, and linear layers their layout [out, in] (``restore``); layer norms that were written out (before opset 17),
-    RMS norms and GELUs are one operator again, and slices that make up a tensor one Split. An RMS norm is that which
-    onnxruntime has at every opset, SimplifiedLayerNormalization; what is saved for inference has it written out.
+    RMS norms, GELUs, SiLUs and rotary positions are one operator again, and slices that make up a tensor one Split.
+    RMS norms, SiLUs and rotary positions are those which onnxruntime has at every opset (SimplifiedLayerNormalization,
+    QuickGelu, RotaryEmbedding); what is saved for inference has them written out.
     BatchNormalization and Dropout train, an If on a constant is inlined, loops of known length are unrolled, what is
     computed of constants and of declared sizes is a constant, and calls of the model's functions are inlined:
     variables of such a model are to be asked for by name again.
@@ -142,8 +146,11 @@ def prepare_training(
         fold_values(program)
         notes += fuse_layer_norms(program)
         notes += fuse_gelus(program)
+        notes += fuse_swishes(program)
         notes += split_wholes(program)
         notes += fuse_rms_norms(program)
+        notes += fuse_rotations(program)
+        notes += ask_rows(program)
         notes += keep_root_mean_squares(program)
         notes += restore_names(program) if restore else []
         notes += shared_by_layers(program)

@@ -29,9 +29,9 @@ from amp_transpiler.finetune.loop import Loop
 from amp_transpiler.finetune.options import FitOptions
 from amp_transpiler.finetune.programs import Programs
 from amp_transpiler.finetune.training_record import EpochRecord, FitResult
+from amp_transpiler.ir.decompose import write_out
 from amp_transpiler.ir.locations import model_size
 from amp_transpiler.ir.nodes import Variable
-from amp_transpiler.passes.canonicalize.fuse_rms import write_rms_norms
 from amp_transpiler.passes.view.training_step import training_step
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import Executor, Scope
@@ -326,7 +326,7 @@ class Run:
         options = self.options
         scope = _Masters(self.scope, self.given, self._masters(), brought)
         served = self.programs.model.clone()
-        write_rms_norms(served)
+        write_out(served)
         model = served.to_onnx(scope=scope, external_data=False)
         if options.saved == "fp32":
             Program.from_onnx(model).to_onnx(output)

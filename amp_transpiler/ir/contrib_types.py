@@ -106,6 +106,16 @@ def contrib_types(op: Operator) -> list[tuple[str | None, Shape | None]] | None:
     return types
 
 
+def settled_types(op: Operator) -> list[tuple[str | None, Shape | None]]:
+    """The same, or what is declared where the table knows nothing."""
+    known = contrib_types(op) or [(None, None)] * len(op.outputs)
+    declared = [(None, None) if v is None else (v.dtype, v.shape) for v in op.outputs]
+    return [
+        (dtype or said, shape if shape is not None else size)
+        for (dtype, shape), (said, size) in zip(known, declared, strict=True)
+    ]
+
+
 def _by_output(type_: str, domain: str) -> tuple[int | str, ...] | None:
     if not domain:
         return _IN_ONNX.get(type_)

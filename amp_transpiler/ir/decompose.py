@@ -23,7 +23,7 @@ import numpy as np
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Declared, infer_operator
-from amp_transpiler.ir.metadata import FULL
+from amp_transpiler.ir.metadata import FULL, FUSED
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import lookup, rule_of
 from amp_transpiler.ir.operator_call import OperatorCall
@@ -222,14 +222,13 @@ def _hand_over(parts: Parts, value: Variable, target: Variable) -> None:
 
 
 def decompose(program: Graph) -> int:
-    """Decompose every operator that has an entry and no gradient rule, nested programs too; the number of them.
+    """Decompose every operator that has an entry and no gradient rule for its form, nested programs too; their number.
 
     One whose form its entry cannot express stays; :func:`decompose_operator` says why.
     """
     count = 0
     for op in list(program.walk()):
-        found = lookup(op)
-        if has_decomposition(op) and (found is None or found.gradient is None):
+        if has_decomposition(op) and not _is_differentiated(op):
             try:
                 decompose_operator(op)
             except GraphError:
@@ -238,6 +237,21 @@ def decompose(program: Graph) -> int:
         elif count and not op.attrs.programs and any(v is not None and v.shape is None for v in op.outputs):
             _complete(op)  # import could not see through the operators before it
     return count
+
+
+def write_out(program: Graph) -> None:
+    """Put what they stand for in the place of operators that are marked as fused, in operators of ai.onnx."""
+    for op in program.operators:
+        if op.metadata.pop(FUSED, None):
+            decompose_operator(op)
+
+
+def _is_differentiated(op: Operator) -> bool:
+    """Whether the operator itself has a gradient rule, and that serves its form."""
+    found = lookup(op)
+    if found is None or found.gradient is None:
+        return False
+    return found.gradient.refuse is None or not found.gradient.refuse(op)
 
 
 def _complete(op: Operator) -> None:

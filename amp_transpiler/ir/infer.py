@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 
 from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.contrib_types import DOMAIN, settled_types
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import OWN, Operator, Shape, Variable
 from amp_transpiler.ir.onnx_inference import ONNX_ERRORS
@@ -201,10 +202,11 @@ class Declared:
 def infer_operator(op: Operator, env: Any) -> None:
     """Put the types of the operator's outputs into ``env``."""
     found = lookup(op)
+    rule = (None if found is None else found.infer) or (settled_types if op.domain == DOMAIN else None)
     results: list[tuple[str | None, Shape | None] | None]
-    if found is not None and found.infer is not None:
+    if rule is not None:
         with rule_of(op):
-            results = list(found.infer(op) if not isinstance(env, Shapes) else _with_env(found.infer, op, env))
+            results = list(rule(op) if not isinstance(env, Shapes) else _with_env(rule, op, env))
     elif op.domain == OWN or any(v is not None and v.grad_of is not None for v in op.outputs):
         results = [None if v is None else _like(v, env) for v in op.outputs]
     else:

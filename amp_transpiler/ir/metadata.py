@@ -21,6 +21,9 @@ FULL = PREFIX + "fp32"
 PROBE = PREFIX + "probe"
 #: Metadata entry of a norm that stands for a written-out one: its squares are summed in fp32 inside.
 NORM = PREFIX + "norm"
+#: Metadata entry of an operator that stands for several in training: their types. What is saved for inference has them
+#: again, and an operator list that keeps one of them in fp32 keeps this one.
+FUSED = PREFIX + "fused"
 #: Metadata entry of a BatchNormalization, and of its gradient: that it takes its statistics over the batches of all
 #: ranks: ``ASKED`` before the program is trained by several ranks, ``BY_RANKS`` from then on.
 SYNCHRONIZED, ASKED, BY_RANKS = PREFIX + "synchronized", "asked", "ranks"

@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError, ScopeError
+from amp_transpiler.ir.decompose import write_out
 from amp_transpiler.ir.nodes import OWN, Variable
 from amp_transpiler.lists.paddle import paddle_arguments
-from amp_transpiler.passes.canonicalize.fuse_rms import write_rms_norms
 from amp_transpiler.passes.lowering.lowered import needed
 from amp_transpiler.passes.numerics.mixed_norms import write_mixed_norms
 from amp_transpiler.passes.numerics.one_type_norms import write_norms_of_one_type
@@ -126,7 +126,7 @@ def pruned(program: Program, feeds: list[str], fetches: list[str]) -> Program:
     for variable in list(program.variables):
         if not program.graph.degree(variable.key):
             program.remove_variable(variable)
-    write_rms_norms(program)
+    write_out(program)
     write_norms_of_one_type(program)
     write_mixed_norms(program)
     return program

@@ -178,6 +178,57 @@ def test_an_operator_that_onnx_does_not_know_computes_in_double() -> None:
     assert found.tobytes() == exact.astype(np.float32).tobytes() != before.tobytes()
 
 
+ROTATIONS = {
+    "heads before places": ("2, 3, 5, 8", "{0}", "1", "", ["Gather", "Unsqueeze"] * 2 + ["Split"], []),
+    "heads behind places": (
+        "2, 5, 24",
+        "{2}",
+        "1",
+        "<num_heads = 3> ",
+        ["Reshape", *["Gather", "Unsqueeze"] * 2, "Split"],
+        ["Reshape"],
+    ),
+    "a place of each": (
+        "2, 3, 5, 8",
+        "{3, 1, 4, 1, 5, 0, 2, 6, 5, 3}",
+        "2, 5",
+        "",
+        ["Gather", "Unsqueeze"] * 2 + ["Split"],
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROTATIONS)
+def test_rotations_round_each_product_and_sum(name: str) -> None:
+    shape, places, sizes, attributes, before, behind = ROTATIONS[name]
+    text = (
+        f"agraph (float[{shape}] x, float[7, 4] c, float[7, 4] s) => (float[{shape}] y) <int64[{sizes}] at = {places}> "
+        f"{{ y = com.microsoft.RotaryEmbedding {attributes}(x, at, c, s) }}"
+    )
+    model = onnx.parser.parse_model(HEAD.replace("21]", '21, "com.microsoft" : 1]') + text)
+    rng = np.random.default_rng(0)
+    x, angles = rng.standard_normal([int(n) for n in shape.split(",")]).astype(np.float32), rng.standard_normal((7, 4))
+    feeds = {"x": x, "c": np.cos(angles).astype(np.float32), "s": np.sin(angles).astype(np.float32)}
+    left: set[str] = set()
+    made = portable(Lowered(model, "cpu"), left).model
+    assert listed(made.graph) == [*before, *["Mul"] * 4, "Sub", "Add", "Concat", *behind] and not left
+    found, kernel = (ort.InferenceSession(m.SerializeToString()).run(None, feeds)[0] for m in (made, model))
+    np.testing.assert_allclose(found, kernel, atol=1e-6)
+
+
+@pytest.mark.parametrize("attributes", ["interleaved = 1", "num_heads = 2, rotary_embedding_dim = 4"])
+def test_rotations_of_another_kind_stay(attributes: str) -> None:
+    text = (
+        "agraph (float[2, 3, 16] x, float[3, 4] c, float[3, 4] s) => (float[2, 3, 16] y) <int64[1] at = {0}> "
+        f"{{ y = com.microsoft.RotaryEmbedding <{attributes}> (x, at, c, s) }}"
+    )
+    left: set[str] = set()
+    model = onnx.parser.parse_model(HEAD.replace("21]", '21, "com.microsoft" : 1]') + text)
+    assert listed(portable(Lowered(model, "cpu"), left).model.graph) == ["RotaryEmbedding"]
+    assert left == {"RotaryEmbedding"}
+
+
 def test_lines_between_bounds_round_each_product_and_sum() -> None:
     """A kernel may round both at once."""
     text = (

@@ -78,7 +78,10 @@ class Case:
         given = [(n, a) for n, a in zip(names, self.inputs, strict=True) if a is not None]
         infos = [tensor_info(n, a.dtype.name, a.shape) for n, a in given]
         untyped = [onnx.helper.make_empty_tensor_value_info(n) for n in outs]
-        return Reference(as_model(onnx.helper.make_graph([node], "forward", infos, untyped)))
+        model = as_model(onnx.helper.make_graph([node], "forward", infos, untyped))
+        if self.domain:
+            model.opset_import.append(onnx.helper.make_opsetid(self.domain, 1))
+        return Reference(model)
 
     def gradients(self, values: dict[str, Array]) -> list[Array]:
         """The gradients in float64, by the rule; values of the same sizes have the same model."""

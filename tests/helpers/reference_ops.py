@@ -1,7 +1,8 @@
 """Operators that ONNX's reference evaluator (1.23) gets wrong or cannot do, written out in numpy.
 
 ConvTranspose: groups with several channels. MaxPool: indices where every stride is 1. AveragePool: ceil_mode, which
-it lets pad in front too. GlobalMaxPool: one spatial axis. GridSample: places in float64.
+it lets pad in front too. GlobalMaxPool: one spatial axis. GridSample: places in float64. RotaryEmbedding: that of
+onnxruntime.
 """
 
 from __future__ import annotations
@@ -151,4 +152,29 @@ class GridSample(_GridSample):
         )
 
 
-CORRECTED = [MaxPool, AveragePool, GlobalMaxPool, ConvTranspose, GridSample]
+class RotaryEmbedding(OpRun):
+    """x [batch, heads, places, size] or [batch, places, heads * size]; pairs of numbers as complex ones."""
+
+    op_domain = "com.microsoft"
+
+    def _run(self, x: Array, positions: Array, cos: Array, sin: Array, **_: Any) -> tuple[Array, ...]:
+        heads, turning = getattr(self, "num_heads", None) or 0, getattr(self, "rotary_embedding_dim", None) or 0
+        width = 2 * cos.shape[1]
+        if x.ndim == 3:
+            heads = heads or x.shape[2] // width
+            x = x.reshape(*x.shape[:2], heads, -1).transpose(0, 2, 1, 3)
+        at = positions + np.arange(x.shape[2])[None] if positions.ndim == 1 else positions
+        turn = (cos + 1j * sin)[at][:, None, :, : (turning or width) // 2]
+        size = 2 * turn.shape[-1]
+        first, second = (slice(0, size, 2), slice(1, size, 2))
+        if not getattr(self, "interleaved", None):
+            first, second = (slice(0, size // 2), slice(size // 2, size))
+        result = x.copy()
+        turned = (x[..., first] + 1j * x[..., second]) * turn
+        result[..., first], result[..., second] = turned.real, turned.imag
+        if heads:
+            result = result.transpose(0, 2, 1, 3).reshape(result.shape[0], result.shape[2], -1)
+        return (result.astype(x.dtype),)
+
+
+CORRECTED = [MaxPool, AveragePool, GlobalMaxPool, ConvTranspose, GridSample, RotaryEmbedding]

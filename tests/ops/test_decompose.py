@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ def test_one_operator(type_: str, inputs: list[Any], attrs: dict[str, Any], outp
 def test_a_user_s_own_rule_keeps_the_operator_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     from amp_transpiler.ir import opdef
 
-    monkeypatch.setattr(opdef, "_TABLE", dict(opdef._TABLE))
+    monkeypatch.setattr(opdef, "_TABLE", {key: replace(found) for key, found in opdef._TABLE.items()})
+    monkeypatch.setattr(opdef, "_READS", dict(opdef._READS))
     amp.register_gradient(f"{MS}::QuickGelu", reads="dy0")(lambda e, op, dy: [dy])
     program = taken_apart(of_one("QuickGelu", [X], {}, "1", MS, False))
     assert [op.type for op in program.operators] == ["QuickGelu"]

@@ -204,6 +204,17 @@ def test_gelu(approximate: str, shape: Shape, seed: int) -> None:
     check_gradient("Gelu", [x], attrs={"approximate": approximate}, forward=oracle)
 
 
+@pytest.mark.parametrize("alpha", [1.0, 1.702, 0.5])
+@few
+@given(shape=shapes(), seed=seeds)
+def test_quick_gelu(alpha: float, shape: Shape, seed: int) -> None:
+    def oracle(x: np.ndarray) -> list[np.ndarray]:
+        return [x / (1 + np.exp(-alpha * x))]
+
+    x = smooth(np.random.default_rng(seed), shape)
+    check_gradient("QuickGelu", [x], attrs={"alpha": alpha}, domain="com.microsoft", forward=oracle)
+
+
 @pytest.mark.parametrize("type_", ["Softmax", "LogSoftmax"])
 @few
 @given(shape=shapes(min_rank=1), seed=seeds, data=st.data())

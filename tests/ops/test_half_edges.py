@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from scipy import special
 
 from tests.helpers.gradcheck import Array, Case, Gradient, gradient_model
 from tests.helpers.rules import run_cpu, run_reference
@@ -26,7 +27,8 @@ def compared(
     ``forward``: the operator in float64, where the reference evaluator has none.
     """
     inputs = [a.astype(np.float16).astype(np.float64) for a in inputs]
-    case = Case(type_, inputs, attrs, wrt=range(len(inputs)), forward=forward)
+    domain, _, name = type_.rpartition("::")
+    case = Case(name, inputs, attrs, wrt=range(len(inputs)), forward=forward, domain=domain)
     (y,) = case.run(inputs)
     values = {f"x{i}": a for i, a in enumerate(inputs)}
     values |= {"y0": y.astype(np.float16).astype(np.float64), "dy0": dy.astype(np.float16).astype(np.float64)}
@@ -67,6 +69,23 @@ def test_gelu(approximate: str, place: str) -> None:
     ((dx, truth),) = compared("Gelu", [x], np.ones_like(x), place, approximate=approximate)
     floor = 4.0 if approximate == "none" else 64.0  # left of -4 the formula itself cancels in fp32
     assert near(dx, truth, floor=floor), np.abs(dx - truth).max()
+
+
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+@pytest.mark.parametrize("alpha", [1.0, 1.702])
+def test_quick_gelu(alpha: float, place: str) -> None:
+    """Far right of 0 the slope is 1, far left 0, also where alpha times the number leaves fp16."""
+
+    def forward(x: Array) -> list[Array]:
+        return [x * special.expit(alpha * x)]
+
+    x = np.concatenate([ENDS, np.linspace(-16, 16, 4001), np.linspace(-0.01, 0.01, 201)])[:, None]
+    for dy in (1.0, -30000.0, 1e-3):
+        given = {} if alpha > 1 else {"alpha": alpha}
+        ((dx, truth),) = compared("com.microsoft::QuickGelu", [x], np.full_like(x, dy), place, forward, **given)
+        assert np.abs(dx - truth).max() <= 2.0**-9 * abs(dy) + 4 * SUBNORMAL, dy
+        steep = np.abs(truth) > 0.1 * abs(dy)
+        assert near(dx[steep][:, None], truth[steep][:, None], units=4 * alpha), dy
 
 
 @pytest.mark.parametrize("place", ["cpu", "cuda"])

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 
 import amp_transpiler as amp
-from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.canonicalize.fuse_rms import fuse_rms_norms
+from tests.helpers.saved_models import trained_and_saved
 from tests.helpers.slopes import slope
 
 HEAD = '<ir_version: 8, opset_import: ["" : 20]> g (float[2, 3, 8] x) => (float[2, 3, 8] y) '
@@ -69,30 +68,8 @@ def test_it_is_trained_and_saved_written_out(mode: str, tmp_path: Path) -> None:
     body = NORMS["by the inverse"].replace("y = Mul(g, n)", "k = Mul(g, n)  y = MatMul(k, w)")
     main = amp.Program.from_onnx(onnx.parser.parse_model(head + body))
     assert any("RMS norms" in note for note in amp.prepare_training(main).notes)
-    optimizer = amp.optimizer.Adam(0.01, multi_precision=mode == "pure")
-    if mode == "pure":
-        optimizer = amp.decorate(optimizer, use_pure_fp16=True, use_fp16_guard=False, init_loss_scaling=8.0)
-    with amp.program_guard(main, main.startup):
-        y = main.outputs[0]
-        optimizer.minimize(F.mean(F.cast(y * y, "float32")), main.startup)
-    assert all(main.memory_estimate(place=place).peak for place in (amp.CPUPlace(), amp.CUDAPlace(0)))
-    executor = amp.Executor(amp.CPUPlace())
-    executor.run(main.startup)
-    if mode == "pure":
-        optimizer.amp_init(amp.CPUPlace())
-    for _ in range(3):
-        executor.run(main, {"x": X}, [])
-    (expected,) = executor.run(main.clone(for_test=True), {"x": X}, [y.name])
-    amp.save_inference_model(str(tmp_path / "m"), [main.inputs[0]], [y], executor, program=main)
-    file = next(path for path in tmp_path.rglob("*") if path.is_file() and path.suffix in (".onnx", ""))
-    model = onnx.load(file)
-    onnx.checker.check_model(model)
-    assert "SimplifiedLayerNormalization" not in {node.op_type for node in model.graph.node}
-    running = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-    (given,) = running.get_inputs()
-    feed = X.astype(np.float16 if given.type == "tensor(float16)" else np.float32)
-    (served,) = running.run(None, {given.name: feed})
-    np.testing.assert_allclose(served.astype(np.float32), expected, rtol=2e-2, atol=2e-2)
+    served = trained_and_saved(main, X, mode, tmp_path)
+    assert "SimplifiedLayerNormalization" not in {node.op_type for node in served.graph.node}
 
 
 @pytest.mark.parametrize("opset", [11, 17, 23])

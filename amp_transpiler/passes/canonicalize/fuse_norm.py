@@ -236,6 +236,13 @@ def maker(variable: Variable | None, type_: str) -> Operator | None:
     return op if op is not None and op.type == type_ and not op.domain else None
 
 
+def factor(op: Operator, variable: Variable | None) -> Variable | None:
+    """What a Mul multiplies a variable with; None of another operator."""
+    if op.type != "Mul" or variable not in op.inputs:
+        return None
+    return op.input(1) if op.input(0) is variable else op.input(0)
+
+
 def _split(op: Operator | None, type_: str) -> tuple[Operator | None, Variable | None]:
     """Of a commutative operator: the operator of ``type_`` that makes one operand, and the other operand."""
     for slot in (0, 1) if op is not None else ():

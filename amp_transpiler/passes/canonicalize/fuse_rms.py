@@ -11,16 +11,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from amp_transpiler.ir.decompose import decompose_operator
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import static
+from amp_transpiler.ir.metadata import FUSED
 from amp_transpiler.ir.nodes import Operator, Shape, Variable
 from amp_transpiler.ir.tensors import as_array
-from amp_transpiler.passes.canonicalize.fuse_norm import added_number, maker, reduced_axes, remove, squares
+from amp_transpiler.passes.canonicalize.fuse_norm import added_number, factor, maker, reduced_axes, remove, squares
 from amp_transpiler.passes.view.constants import content
 from amp_transpiler.passes.view.of_type import of_type
 
 TYPE = "SimplifiedLayerNormalization"
+_STANDS_FOR = "Mul Pow ReduceMean Sqrt Reciprocal Div"
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,6 @@ def fuse_rms_norms(program: Graph) -> list[str]:
             _fuse(found)
             count += 1
     return [f"{count} RMS norms that were written out are one operator each"] if count else []
-
-
-def write_rms_norms(program: Graph) -> None:
-    """Write them out, in operators of ONNX at the program's opset."""
-    for op in of_type(program, TYPE):
-        decompose_operator(op)
 
 
 def _found(root: Operator) -> _Norm | None:
@@ -73,7 +68,7 @@ def _quotient(x: Variable, root: Operator) -> Operator | None:
         if op.type == "Div" and op.input(1) is root.outputs[0] and op.input(0) is x:
             return op
         if op.type == "Reciprocal" or (op.type == "Div" and _is_one(op.input(0))):
-            found = next((product for product in _readers(op) if _factor(product, op.outputs[0]) is x), None)
+            found = next((product for product in _readers(op) if factor(product, op.outputs[0]) is x), None)
             if found is not None:
                 return found
     return None
@@ -82,13 +77,6 @@ def _quotient(x: Variable, root: Operator) -> Operator | None:
 def _readers(op: Operator) -> list[Operator]:
     made = op.outputs[0]
     return [] if made is None else [reader for reader, _ in made.readers if not reader.domain]
-
-
-def _factor(op: Operator, variable: Variable | None) -> Variable | None:
-    """What a Mul multiplies a variable with; None of another operator."""
-    if op.type != "Mul" or variable not in op.inputs:
-        return None
-    return op.input(1) if op.input(0) is variable else op.input(0)
 
 
 def _is_one(variable: Variable | None) -> bool:
@@ -102,11 +90,12 @@ def _fuse(norm: _Norm) -> None:
     assert made is not None
     if len(made.readers) == 1 and made not in program.outputs:
         (reader,) = (op for op, _ in made.readers)
-        other = None if reader.domain else _factor(reader, made)
+        other = None if reader.domain else factor(reader, made)
         if other is not None and other.shape == norm.size and other.dtype == made.dtype:
             last, scale = reader, other
     if scale is None:
         scale = program.add_constant(f"{made.name}.ones", np.ones(norm.size, np.float32))
     out, attrs = last.outputs[0], {"axis": -len(norm.size), "epsilon": norm.epsilon}
     remove(last, {norm.x, scale})
-    program.add_operator(TYPE, [norm.x, scale], [out], attrs=attrs, name=last.name, like=last)
+    op = program.add_operator(TYPE, [norm.x, scale], [out], attrs=attrs, name=last.name, like=last)
+    op.metadata[FUSED] = _STANDS_FOR

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.metadata import FULL, inserted
+from amp_transpiler.ir.metadata import FULL, FUSED, inserted
 from amp_transpiler.ir.nodes import BACKWARD, FORWARD, Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.patterns import is_pattern, matching
@@ -169,6 +169,8 @@ class Rules:
             return self.decisions[parent].inner
         if FULL in op.metadata:
             return parse(op.metadata[FULL])
+        if FUSED in op.metadata and not self.lists.custom_black_list.isdisjoint(op.metadata[FUSED].split()):
+            return Reason(Kind.CUSTOM_BLACK_LIST)
         listed = self.lists.black_varnames
         for variable in (*op.inputs, *op.outputs) if self.names_matter else ():
             if variable is None:

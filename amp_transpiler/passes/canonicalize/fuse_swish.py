@@ -1,0 +1,54 @@
+"""Products of a tensor and its sigmoid (SiLU, Swish, QuickGELU) become one operator when they are trained.
+
+Written out, their gradient reads and writes tensors of the size of the activation six times over; that of the one
+operator, onnxruntime's QuickGelu, reads what it was computed from. What is saved for inference has them written out
+again.
+"""
+
+from __future__ import annotations
+
+from amp_transpiler.ir.contrib_types import DOMAIN
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.metadata import FUSED
+from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.passes.canonicalize.fuse_norm import added_number, factor, remove
+from amp_transpiler.passes.view.of_type import of_type
+
+TYPE = "QuickGelu"
+_STANDS_FOR = "Sigmoid Mul"
+
+
+def fuse_swishes(program: Graph) -> list[str]:
+    """Put one operator in the place of each ``x * sigmoid(alpha * x)`` with a number ``alpha``; in place.
+
+    Those that a program has as onnxruntime's operator are trained in the same way.
+    """
+    count = 0
+    for op in program.operators:
+        if op.full_type == f"{DOMAIN}::{TYPE}":
+            op.metadata[FUSED] = _STANDS_FOR
+    for sigmoid in of_type(program, "Sigmoid"):
+        product, x, alpha = _found(sigmoid)
+        if product is not None and x is not None:
+            out = product.outputs[0]
+            remove(product, {x})
+            op = program.add_operator(
+                TYPE, [x], [out], domain=DOMAIN, attrs={"alpha": alpha}, name=product.name, like=product
+            )
+            op.metadata[FUSED] = _STANDS_FOR
+            count += 1
+    return [f"{count} products of a tensor and its sigmoid are one operator each"] if count else []
+
+
+def _found(sigmoid: Operator) -> tuple[Operator | None, Variable | None, float]:
+    """The product, what it is of, and the number before it in the sigmoid."""
+    share, z = sigmoid.outputs[0], sigmoid.inputs[0]
+    if share is None or z is None or z.dtype != "float32" or len(share.readers) != 1 or share in share.program.outputs:
+        return None, None, 1.0
+    product = share.readers[0][0]
+    x = factor(product, share)
+    if x is z:
+        return product, x, 1.0
+    scaled, alpha = added_number(z, "Mul")
+    fits = x is not None and x is scaled and alpha is not None and alpha > 0 and z.shape == x.shape
+    return (product, x, alpha or 1.0) if fits else (None, None, 1.0)
