@@ -41,7 +41,7 @@ from amp_transpiler.passes.canonicalize.fuse_rotary import fuse_rotations
 from amp_transpiler.passes.canonicalize.fuse_swish import fuse_swishes
 from amp_transpiler.passes.canonicalize.inlining import inline_functions
 from amp_transpiler.passes.canonicalize.integer_places import write_integer_places
-from amp_transpiler.passes.canonicalize.nan_rows import ask_rows
+from amp_transpiler.passes.canonicalize.nan_rows import free_nan_rows
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.canonicalize.whole_splits import split_wholes
 from amp_transpiler.passes.numerics.mask_constants import saturate_masks
@@ -151,7 +151,7 @@ def prepare_training(
         notes += split_wholes(program)
         notes += fuse_rms_norms(program)
         notes += fuse_rotations(program)
-        notes += ask_rows(program)
+        notes += free_nan_rows(program)
         notes += write_integer_places(program)
         notes += keep_root_mean_squares(program)
         notes += restore_names(program) if restore else []

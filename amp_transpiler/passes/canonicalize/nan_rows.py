@@ -1,7 +1,8 @@
-"""Whether rows that a softmax made are NaN is asked of one number of each.
+"""What exports of attention put in the place of rows that a softmax made NaN: 0, where a mask forbids all of them.
 
-Exports of attention put 0 in the place of what a softmax makes of scores that a mask forbids altogether. All numbers of
-a row come to be NaN at once: they have the sum of all for their divisor.
+Where every score is the sum of a product and of finite numbers, as those are that exporters mask with, no row is NaN
+unless the scores are: what selects then hides what training has to see, as it does in PyTorch. Elsewhere one number of
+each row is asked: all of them come to be NaN at once, since they have the sum of all for their divisor.
 """
 
 from __future__ import annotations
@@ -10,35 +11,88 @@ import numpy as np
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.passes.canonicalize.fuse_norm import drop_unread
+from amp_transpiler.passes.view.constants import content
 from amp_transpiler.passes.view.of_type import of_type
 
+#: What makes finite numbers of finite numbers, as long as its type holds them.
+_FINITE = frozenset({"Add", "Cast", "Expand", "Identity", "Mul", "Reshape", "Squeeze", "Sub", "Transpose", "Unsqueeze"})
+#: Sums of products: scores.
+_SCORES = frozenset({"Einsum", "Gemm", "MatMul"})
+#: Operators that are looked at to show that scores are finite.
+_STEPS = 12
+#: The bounds of the Slice that takes the first number of each row.
+_FIRST = (("start", 0), ("end", 1), ("axis", -1))
 
-def ask_rows(program: Graph) -> list[str]:
-    """Let an IsNaN look at one number of each row of a softmax, where all that reads it selects rows; in place.
+
+def free_nan_rows(program: Graph) -> list[str]:
+    """Let no selection hide NaN of scores, and an IsNaN look at one number of each row of a softmax; in place.
 
     For programs of opset 13 or later, whose softmax is along one axis.
     """
-    count = 0
+    freed = asked = 0
     for op in of_type(program, "IsNaN"):
-        rows, asked = op.inputs[0], op.outputs[0]
-        if rows is None or asked is None or not _along_the_last_axis(rows) or asked in program.outputs:
+        rows, made = op.inputs[0], op.outputs[0]
+        softmax = None if rows is None or made is None or made in program.outputs else _softmax(rows)
+        if softmax is None or rows is None or made is None or not all(_selects(*read, rows) for read in made.readers):
             continue
-        if all(_selects(reader, slot, rows) for reader, slot in asked.readers):
+        if _is_finite(softmax.inputs[0], _STEPS):
+            _free(op, rows)
+            freed += 1
+        else:
             _ask_first(op, rows)
-            count += 1
-    return [f"{count} times a softmax is asked for NaN by one number of a row"] if count else []
+            asked += 1
+    notes = [f"{freed} times NaN of attention's scores is no longer taken for a row that is masked"] if freed else []
+    return notes + ([f"{asked} times a softmax is asked for NaN by one number of a row"] if asked else [])
 
 
-def _along_the_last_axis(rows: Variable) -> bool:
+def _softmax(rows: Variable) -> Operator | None:
+    """The softmax along the last axis that makes a variable."""
     op, rank = rows.producer, len(rows.shape or ())
     if op is None or op.full_type != "Softmax" or op.program is not rows.program or rank == 0:
-        return False
-    return op.attrs.get("axis", -1) in (-1, rank - 1)
+        return None
+    return op if op.attrs.get("axis", -1) in (-1, rank - 1) else None
 
 
 def _selects(reader: Operator, slot: object, rows: Variable) -> bool:
-    """Whether an operator takes it as the condition beside the rows themselves, whose shape the result has."""
-    return reader.full_type == "Where" and slot == 0 and rows in reader.inputs
+    """Whether an operator puts something of one number in the place of the rows, where this is its condition."""
+    if reader.full_type != "Where" or slot != 0 or reader.inputs[2] is not rows or reader.outputs[0] is None:
+        return False
+    other = reader.inputs[1]
+    return other is not None and other.shape is not None and all(size == 1 for size in other.shape)
+
+
+def _is_finite(variable: Variable | None, steps: int) -> bool:
+    """Whether there is no infinity in a tensor but what does not fit its type."""
+    if variable is None or not steps:
+        return False
+    data, op = content(variable), variable.producer
+    if data is not None:
+        return bool(np.isfinite(as_array(data)).all())
+    if op is None or op.domain:
+        return False
+    if op.type in _SCORES:
+        return True
+    read = op.inputs[1:] if op.type == "Where" else op.inputs[:1] if op.type not in ("Add", "Mul", "Sub") else op.inputs
+    return (op.type in _FINITE or op.type == "Where") and all(_is_finite(v, steps - 1) for v in read)
+
+
+def _free(op: Operator, rows: Variable) -> None:
+    program, made = op.program, op.outputs[0]
+    assert made is not None
+    for reader in {reader for reader, _ in made.readers}:
+        other, selected = reader.inputs[1], reader.outputs[0]
+        program.remove_operator(reader)
+        if selected in program.outputs:
+            program.add_operator("Identity", [rows], [selected], name=reader.name, like=reader)
+        elif selected is not None:
+            program.replace_uses(selected, rows)
+            program.remove_variable(selected)
+        if other is not None:
+            drop_unread(other)
+    program.remove_operator(op)
+    program.remove_variable(made)
 
 
 def _ask_first(op: Operator, rows: Variable) -> None:
@@ -50,7 +104,3 @@ def _ask_first(op: Operator, rows: Variable) -> None:
     program.add_operator("Slice", [rows, *bounds], [first], like=op)
     op.set_input(0, first)
     asked.shape = shape
-
-
-#: The bounds of the Slice that takes the first number of each row.
-_FIRST = (("start", 0), ("end", 1), ("axis", -1))
