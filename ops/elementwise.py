@@ -32,6 +32,7 @@ from amp_transpiler.ir.opdef import gradient, lowering_rule, no_gradient, own, r
 from amp_transpiler.ir.operator_call import Held, Writer
 from amp_transpiler.ir.types import FLOATS, HALF
 from amp_transpiler.ops.common import Grads, comparable, size_of, summed, times
+from amp_transpiler.ops.row_sums import with_rows
 
 
 @gradient("Add", reads="dy0", native=True)
@@ -203,8 +204,13 @@ def identity(e: Emitter, op: Operator, dy: Value) -> Grads:
 def grad_sum(e: Emitter, op: Operator, *values: Value) -> Grads:
     """The sum of a variable's gradients, rounded once.
 
-    CUDA's Sum of 16-bit tensors rounds after each of them; its ReduceSum adds up in fp32.
+    CUDA's Sum of 16-bit tensors rounds after each of them; its ReduceSum adds up in fp32. The rows of a table that is
+    looked up, and multiplied with too, are added to its other gradient.
     """
+    if len(values) == 2 and e.at.fused:
+        added = with_rows(e, values[1], values[0]) or with_rows(e, values[0], values[1])
+        if added is not None:
+            return [added]
     if len(values) < 3:
         return [e.Add(*values) if len(values) == 2 else values[0]]
     if e.at.fused and values[0].dtype in HALF:

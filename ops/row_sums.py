@@ -23,6 +23,9 @@ _ONE_THREAD = 200_000
 _SAYS = "one thread: few elements are added"
 #: Elements that ScatterND copies while ScatterElements adds one: it takes 6 ns for that.
 _COPIES = 16
+#: Bytes that it takes to tell of two rows whether they meet, and bytes of an element of a table of 16-bit gradients
+#: that rows are added to by themselves, and not as a table.
+_MEETING, _TABLE = 6, 20
 #: Elements up to which more than one turn would be noticed.
 _FEW = 50_000
 
@@ -110,6 +113,45 @@ def rows_within(e: Emitter, total: Value) -> tuple[Value, Value] | None:
 
 def _known(total: Value) -> str:
     return f"rows in {total.name}"
+
+
+def with_rows(e: Emitter, share: Value, total: Value) -> Value | None:
+    """``total`` and a gradient of few rows, which are added where they lie; None where it is none, or costs more so.
+
+    In 16 bit rows that meet are summed first, in fp32 inside: each by the product with the matrix that says which do.
+    """
+    maker = e.makers.get(share.name)
+    table = share if maker is None or maker.type != "Cast" or maker.inputs[0] is None else maker.inputs[0]
+    found = rows_within(e, table)
+    if found is None or total.shape is None:
+        return None
+    rows, values = found
+    (count,), (places, width) = size_of(rows), (total.shape[0], math.prod(total.shape[1:]))
+    values, at = e.reshape(values, (count, width)), e.reshape(e.cast(rows, "int64"), (count, 1))
+    flat = e.reshape(total, (places, width))
+    if total.dtype not in HALF:
+        return e.reshape(e.ScatterND(flat, at, values, reduction="add", shape=flat.shape), total.shape)
+    if _MEETING * count * count > _TABLE * places * width:
+        return None
+    rows = e.op("Mod", e.reshape(at, (count,)), e.const(np.int64(places)), shape=(count,))  # those from the end too
+    meets = e.op("Equal", e.reshape(rows, (count, 1)), e.reshape(rows, (1, count)), shape=(count, count))
+    narrow = _narrow(e, values, total.dtype)
+    sums = e.MatMul(e.cast(meets, total.dtype), narrow)
+    picked = e.Gather(flat, rows, axis=0, shape=(count, width))
+    made = e.ScatterND(flat, e.reshape(rows, (count, 1)), e.Add(picked, sums), shape=flat.shape)
+    return e.reshape(made, total.shape)
+
+
+def _narrow(e: Emitter, values: Value, dtype: str) -> Value:
+    """Values in a type; where they were widened from it, as they were."""
+    maker = e.makers.get(values.name)
+    source = None if maker is None or maker.type not in ("Cast", "Reshape") else maker.inputs[0]
+    if source is not None and maker is not None and maker.type == "Reshape":
+        inner = e.makers.get(source.name)
+        source = inner.inputs[0] if inner is not None and inner.type == "Cast" else None
+    if source is not None and source.dtype == dtype:
+        return e.reshape(source, size_of(values))
+    return e.cast(values, dtype)
 
 
 def races(node: onnx.NodeProto) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import onnx
 import pytest
@@ -10,6 +12,7 @@ import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.lowering.lowering import lower
 from tests.helpers.sessions import run
+from tests.passes.test_lowerings_agree import agree
 
 X = np.random.default_rng(0).normal(size=(2, 8, 6, 6)).astype(np.float32)
 
@@ -63,3 +66,45 @@ def test_the_sum_is_right(settings: dict[str, int]) -> None:
         found.append(dict(zip([info.name for info in lowered.model.graph.output], results, strict=True)))
     for name, value in found[0].items():
         np.testing.assert_allclose(found[1][name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+PLACES, WIDTH = 400, 8
+IDS = np.array([[3, 7, 3, 3, 0, 399], [7, -1, 11, 3, -400, 5]], np.int64)
+
+
+def tied(mode: str) -> SimpleNamespace:
+    """A table that is looked up, and multiplied with at the end."""
+    main, startup = amp.Program("tied"), amp.Program("startup")
+    main.random_seed = startup.random_seed = 5
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        ids = amp.data("ids", [None, 6], "int64")
+        table = amp.create_parameter([PLACES, WIDTH], "float32", name="table")
+        rows = F.gather(table, F.reshape(ids, [-1]))
+        scores = F.matmul(F.tanh(amp.nn.fc(rows, WIDTH)), table, transpose_y=True)
+        loss = F.mean(F.cast(scores * scores, "float32"))
+        optimizer = amp.optimizer.Momentum(0.1, 0.9, multi_precision=mode != "fp32")
+        if mode != "fp32":
+            dtype = "bfloat16" if mode == "bf16" else "float16"
+            optimizer = amp.decorate(optimizer, use_pure_fp16=mode != "mixed", use_fp16_guard=False, dtype=dtype)
+        optimizer.minimize(loss, startup)
+    return SimpleNamespace(main=main, startup=startup, loss=loss, optimizer=optimizer, feeds={"ids": IDS})
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed", "pure", "bf16"])
+def test_rows_of_a_table_are_added_to_its_other_gradient(mode: str) -> None:
+    """Also where tokens are the same, and counted from the end: no zeros of all others are made on CUDA."""
+    net = tied(mode)
+    lowered = lower(net.main, "cuda", {"ids": IDS.shape}, [net.loss])
+    scatters = [node for node in lowered.model.graph.node if node.op_type == "ScatterND"]
+    makers = {name: node.op_type for node in lowered.model.graph.node for name in node.output}
+    assert [makers[node.input[0]] for node in scatters] == ["Cast" if mode == "mixed" else "Gemm"]
+    if mode != "bf16":  # which onnxruntime's kernels on CPU do not take
+        tolerance = 1e-5 if mode == "fp32" else 4e-3
+        agree(net, mode, "cuda", tolerance, tolerance, 1e-3)
+
+
+def test_many_tokens_are_added_to_zeros_first() -> None:
+    """Telling which of them meet would take more than the table."""
+    net = tied("pure")
+    kinds = [n.op_type for n in lower(net.main, "cuda", {"ids": (200, 6)}, [net.loss]).model.graph.node]
+    assert "Mod" not in kinds and kinds.count("ScatterND") == 1

@@ -29,7 +29,7 @@ CASES += [("use_case", "pure-fp16", "webgpu"), ("transformer", "amp", "webgpu")]
 def test_the_lowerings_agree(name: str, mode: str, other: str) -> None:
     # The gradient of a bias before a normalisation is the sum of numbers whose sum is 0: of their roundings.
     tolerance, least = (1e-4, 1e-3) if mode == "fp32" else (4e-3, 1e-2)
-    _agree(build(name, mode, batch=2), mode, other, tolerance, least, 1e-4)
+    agree(build(name, mode, batch=2), mode, other, tolerance, least, 1e-4)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -37,13 +37,13 @@ def test_they_agree_on_nets_drawn_at_random(seed: int) -> None:
     for mode in ("fp32", "pure"):
         net = random_net(seed, mode)
         try:
-            _agree(net, mode, "cuda", *((1e-4, 1e-3) if mode == "fp32" else (2e-2, 2e-2)), 1e-3)
+            agree(net, mode, "cuda", *((1e-4, 1e-3) if mode == "fp32" else (2e-2, 2e-2)), 1e-3)
         except Exception as error:
             error.add_note(f"{mode}: {', '.join(net.layers)}")
             raise
 
 
-def _agree(net: Any, mode: str, other: str, tolerance: float, least: float, noisy: float) -> None:
+def agree(net: Any, mode: str, other: str, tolerance: float, least: float, noisy: float) -> None:
     """Both give the same loss, gradients, masks and new state, up to a ``tolerance`` of a tensor and, for gradients,
     ``least`` of the largest one. Below ``noisy`` of that a parameter's gradient is noise, and its update is not asked."""
     executor, scope = amp.Executor(amp.CPUPlace()), amp.Scope()
