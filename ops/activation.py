@@ -13,8 +13,15 @@ from amp_transpiler.ir.metadata import FUSED
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import gradient, lowering_rule, no_gradient, own, range_rule, traits
 from amp_transpiler.ir.types import HALF
-from amp_transpiler.ops.common import Grads, comparable, multiple, size_of, summed
-from amp_transpiler.ops.gpu_kernels import along_rows, column_product, for_rows, rounded_once
+from amp_transpiler.ops.common import Grads, comparable, multiple, size_of, summed, times
+from amp_transpiler.ops.gpu_kernels import (
+    along_rows,
+    column_product,
+    for_rows,
+    mixed_rows,
+    rounded_once,
+    weighed_sums,
+)
 from amp_transpiler.ops.pool import through_maxima
 from amp_transpiler.ops.training.random import kept_of
 
@@ -174,7 +181,12 @@ def softmax(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
     """y dy - y sum(y dy): the sum adds up in fp32 inside, and is at most the largest dy."""
     axis, last = _axis(op, y), len(size_of(y)) - 1
     base, factor = multiple(e, dy) if axis == last else (dy, 1.0)
-    weighed = _kept_product(e, base, y) or e.Mul(base, y)
+    kept = _kept(e, base, y)
+    weights = (base, y) if kept is None else kept
+    if axis == last and (found := weighed_sums(e, *weights)) is not None:
+        dx = mixed_rows(e, y, *found, weights[1])
+        return [dx if factor == 1 else times(e, dx, factor)]
+    weighed = e.Mul(*weights, shape=y.shape)
     dot = e.ReduceSum(weighed, e.ints(axis), keepdims=1, shape=(*size_of(y)[:axis], 1, *size_of(y)[axis + 1 :]))
     if axis != last:
         return [e.Mul(e.Sub(dy, dot), y)]
@@ -187,8 +199,8 @@ def softmax(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
     return [along_rows(e, share, weighed, e.Mul(e.f32(dot), e.like(-factor, share)), y)]
 
 
-def _kept_product(e: Emitter, dy: Value, y: Value) -> Value | None:
-    """dy y where dy is what a dropout behind the softmax kept: dy as it was, times what that kept of y. Else None.
+def _kept(e: Emitter, dy: Value, y: Value) -> tuple[Value, Value] | None:
+    """Where dy is what a dropout behind the softmax kept: dy as it was, and what that kept of y, whose product is dy y.
 
     Nothing is selected, for the bytes of that: a dy that is infinite where it was dropped makes a bad step, as it does
     where a probability is 0.
@@ -197,7 +209,7 @@ def _kept_product(e: Emitter, dy: Value, y: Value) -> Value | None:
     if maker is None or maker.type != "Where" or maker.inputs[0] is None or maker.inputs[1] is None:
         return None
     kept = e.shared.get(kept_of(maker.inputs[0], y))
-    return None if kept is None else e.Mul(maker.inputs[1], kept[0], shape=y.shape)
+    return None if kept is None else (maker.inputs[1], kept[0])
 
 
 @gradient("LogSoftmax", reads="y0 dy0", native=True)

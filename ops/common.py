@@ -71,7 +71,12 @@ def multiple(e: Emitter, value: Value) -> tuple[Value, float]:
     if found is None:
         return value, 1.0
     base, factor = found
-    return base, float(onnx.numpy_helper.to_array(e.initializers[factor.name]))
+    return base, number_of(e, factor)
+
+
+def number_of(e: Emitter, constant: Value) -> float:
+    """The number that a scalar constant is."""
+    return float(onnx.numpy_helper.to_array(e.initializers[constant.name]))
 
 
 def _multiple(value: Value) -> str:

@@ -17,7 +17,7 @@ from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.infer import evaluated
 from amp_transpiler.ir.types import HALF, ONNX_TYPES
-from amp_transpiler.ops.common import multiple, size_of
+from amp_transpiler.ops.common import multiple, number_of, size_of
 
 #: A function of one number, elementwise, as a rule writes it.
 Function = Callable[[Emitter, Value], Value]
@@ -148,6 +148,62 @@ def along_rows(e: Emitter, a: Value | None, x: Value, b: Value, y: Value) -> Val
         shape=(rows, 1, width),
     )
     return e.reshape(mixed, shape)
+
+
+def mixed_rows(e: Emitter, x: Value, a: Value, y: Value, z: Value) -> Value:
+    """a x + y z, element by element, computed in fp32 and rounded once to the type of x and z.
+
+    a is a column, with a number for each row; it and y are of one type, which may be another.
+    """
+    shape = size_of(x)
+    rows, width = math.prod(shape[:-1]), shape[-1]
+    mixed = e.op(
+        "HyperConnectionPostMix",
+        e.reshape(x, (rows, 1, width)),
+        e.reshape(z, (rows, width)),
+        e.reshape(y, (rows, 1, width)),
+        e.reshape(a, (rows, 1, 1)),
+        domain=DOMAIN,
+        shape=(rows, 1, width),
+    )
+    return e.reshape(mixed, shape)
+
+
+def remember_product(e: Emitter, made: Value | None, a: Value | None, b: Value | None) -> None:
+    """Say which product takes a tensor first, as it is or cast: of several, the first."""
+    if made is None or a is None or b is None or not e.at.fused:
+        return
+    (a, of_a, turned_a), (b, of_b, turned_b) = _operand(e, a), _operand(e, b)
+    if turned_a or turned_b:
+        return
+    maker = e.makers.get(a.name)
+    for first in (a, maker.inputs[0] if maker is not None and maker.type == "Cast" else None):
+        if first is not None:
+            e.shared.setdefault(f"{first.name} takes", (made, b, e.const(of_a * of_b, "float64")))
+
+
+def weighed_sums(e: Emitter, dp: Value, p: Value) -> tuple[Value, Value] | None:
+    """-sum(dp p) over each row, where dp is the gradient of the weights p of sums o = p v, as attention has them.
+
+    Since dp = do v', it is -sum(do o): rows as short as those of v. And dp as the product made it, before it was cast.
+    None where that is not known, or where the rows are not so much shorter that it is worth to keep o for them.
+    """
+    back, found, shorter = e.makers.get(dp.name), e.shared.get(f"{p.name} takes"), 4
+    if back is not None and back.type == "Cast" and back.inputs[0] is not None:
+        dp, shorter = back.inputs[0], 2  # and dp need not be cast
+        back = e.makers.get(dp.name)
+    if back is None or back.type != "FusedMatMul" or found is None:
+        return None
+    (o, v, factor), (do, other), size = found, back.inputs, found[0].shape
+    if do is None or other is None or size is None or v.name != other.name:
+        return None
+    if back.attrs.get("transA") or not back.attrs.get("transB") or shorter * size[-1] > size_of(p)[-1]:
+        return None
+    if (do.dtype, do.shape, dp.dtype) != (o.dtype, size, o.dtype):
+        return None
+    ratio = float(back.attrs.get("alpha") or 1.0) / number_of(e, factor)
+    sums = e.ReduceSum(e.Mul(do, o), e.ints(len(size) - 1), keepdims=1, shape=(*size[:-1], 1))
+    return e.Mul(sums, e.like(-ratio, sums)) if ratio != 1 else e.Neg(sums), dp
 
 
 def for_rows(e: Emitter, number: Value, rows: int) -> Value:

@@ -14,18 +14,20 @@ from amp_transpiler.ir.metadata import only_looks
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import channel_rule, gradient, no_gradient, own, range_rule, traits
 from amp_transpiler.ir.tensors import as_array
-from amp_transpiler.ir.types import FLOATS
+from amp_transpiler.ir.types import FLOATS, HALF
 from amp_transpiler.ops.channel_rows import exchanged, lies_in_rows, restored
 from amp_transpiler.ops.common import (
     Grads,
     exchanges_matrices,
     integers,
+    multiple,
     padded,
     padded_axis,
     shape_of,
     size_of,
     sliced,
     summed,
+    times,
 )
 from amp_transpiler.ops.gpu_kernels import transposed_product
 
@@ -66,7 +68,11 @@ def _reads_alone(op: Operator) -> bool:
 
 @gradient("Cast", reads="dy0", native=True)
 def cast(e: Emitter, op: Operator, dy: Value) -> Grads:
-    # The gradient has the element type of the input: the lowering casts, and rounds where that is 16 bit.
+    """The gradient has the element type of the input: the lowering casts, and rounds where that is 16 bit. A multiple
+    is one in 16 bit too, so that products take the number over."""
+    kind, (base, factor) = op.outputs[0], multiple(e, dy)
+    if factor != 1 and e.at.fused and kind is not None and kind.dtype in HALF and base.dtype not in HALF:
+        return [times(e, e.cast(base, kind.dtype), factor)]
     return [dy]
 
 

@@ -6,9 +6,11 @@ from typing import Any
 
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.types import HALF, ONNX_TYPES
+from amp_transpiler.ops.common import multiple, times
 from amp_transpiler.ops.gpu_kernels import transposed, untransposed
 from amp_transpiler.ops.training.rows import state_as
 from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
+from amp_transpiler.passes.lowering.multiples import read_by_products
 
 
 def emit_cast(storage: EmulatedStorage, op: Operator) -> None:
@@ -22,7 +24,11 @@ def emit_cast(storage: EmulatedStorage, op: Operator) -> None:
         kept = target.name in storage.keep_fp32
         made = e.cast(value, "float32") if kept else e.stored(value, target.dtype)
     elif target.dtype in HALF:
-        made = state_as(e, value, target.dtype)
+        base, factor = multiple(e, value)
+        if factor != 1 and e.at.fused and storage.trains and read_by_products(target):
+            made = times(e, e.cast(base, target.dtype), factor)
+        else:
+            made = state_as(e, value, target.dtype)
     elif value.dtype == target.dtype:
         made = value
     else:

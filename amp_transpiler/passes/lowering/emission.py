@@ -24,6 +24,7 @@ from amp_transpiler.ir.signature import signature
 from amp_transpiler.ir.tensors import as_array, tensor_type, to_proto
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
+from amp_transpiler.ops.gpu_kernels import remember_product
 from amp_transpiler.ops.training.exchange import meets
 from amp_transpiler.ops.training.initializers import drawn_together
 from amp_transpiler.ops.training.rows import joined, remember_state
@@ -294,6 +295,8 @@ class _Emission(EmulatedStorage):
                 if value.dtype and signature(op.type, self.e.opset, op.domain) is None:
                     self.e.foreign.append(value)
                 self.env[v.key] = self.emulated(value) if real else self.finished(v, value, exact)
+        if op.full_type == "MatMul":
+            remember_product(self.e, raw[0], *inputs)
 
     # -- nested graphs ----------------------------------------------------------------------------------
     def _nested(self, name: str, nested: Graph | list[Graph]) -> onnx.AttributeProto:

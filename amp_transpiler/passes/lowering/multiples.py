@@ -20,7 +20,7 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import own
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.common import exchanges_matrices, multiple, times
-from amp_transpiler.ops.gpu_kernels import product, transposed, untransposed
+from amp_transpiler.ops.gpu_kernels import product, remember_product, transposed, untransposed
 from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
 
 #: Operators that move the elements of their first input, and change none.
@@ -63,7 +63,7 @@ def _made(storage: EmulatedStorage, op: Operator, result: Variable) -> bool:
         return False
     base, before = multiple(e, storage.stands_for(source, storage.read(op, source)))
     fits = base.shape is not None and math.prod(base.shape) == math.prod(shape)
-    if factor * before == 1 or not fits or not storage.trains or not _products_alone(result):
+    if factor * before == 1 or not fits or not storage.trains or not read_by_products(result):
         return False
     with e.emulation() if storage.cpu else nullcontext():
         perm = op.attrs.get("perm", range(len(shape))[::-1]) if op.type == "Transpose" else None
@@ -95,14 +95,14 @@ def _transposed(storage: EmulatedStorage, op: Operator, result: Variable) -> boo
     return True
 
 
-def _products_alone(variable: Variable) -> bool:
+def read_by_products(variable: Variable) -> bool:
     """Whether products of matrices, and their gradients, alone read a variable, moved or not."""
     readers = [op for op, _ in variable.readers if not only_looks(op)]
     moved = [op.outputs[0] for op in readers if op.full_type in _MOVES]
     return (
         bool(readers)
         and all(op.full_type in _MOVES or op.full_type in _PRODUCTS for op in readers)
-        and all(v is not None and _products_alone(v) for v in moved)
+        and all(v is not None and read_by_products(v) for v in moved)
     )
 
 
@@ -111,6 +111,7 @@ def _product(storage: EmulatedStorage, result: Variable, a: Value, b: Value) -> 
         return False
     with storage.e.emulation() if storage.cpu else nullcontext():
         value = product(storage.e, a, b)
+    remember_product(storage.e, value, a, b)
     storage.env[result.key] = storage.finished(result, value, False)
     return True
 
