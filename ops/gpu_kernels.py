@@ -134,20 +134,10 @@ def along_rows(e: Emitter, a: Value | None, x: Value, b: Value, y: Value) -> Val
     if not e.at.fused:
         wide = e.f32(x) if a is None else e.Mul(e.f32(x), a)
         return e.cast(e.Add(wide, e.Mul(e.f32(y), b)), x.dtype)
-    shape = size_of(x)
-    rows, width = math.prod(shape[:-1]), shape[-1]
+    rows = math.prod(size_of(x)[:-1])
     if a is not None and a.shape == ():
         a = for_rows(e, a, rows)
-    mixed = e.op(
-        "HyperConnectionPostMix",
-        e.reshape(x, (rows, 1, width)),
-        e.reshape(y, (rows, width)),
-        e.reshape(b, (rows, 1)),
-        None if a is None else e.reshape(a, (rows, 1, 1)),
-        domain=DOMAIN,
-        shape=(rows, 1, width),
-    )
-    return e.reshape(mixed, shape)
+    return _post_mix(e, x, a, e.reshape(b, (rows, 1)), y)
 
 
 def mixed_rows(e: Emitter, x: Value, a: Value, y: Value, z: Value) -> Value:
@@ -155,14 +145,20 @@ def mixed_rows(e: Emitter, x: Value, a: Value, y: Value, z: Value) -> Value:
 
     a is a column, with a number for each row; it and y are of one type, which may be another.
     """
+    *before, width = size_of(x)
+    return _post_mix(e, x, a, e.reshape(y, (math.prod(before), 1, width)), z)
+
+
+def _post_mix(e: Emitter, x: Value, a: Value | None, gates: Value, z: Value) -> Value:
+    """a x + gates z: a number of each row, or all 1; a gate for each row [rows, 1], or for each element."""
     shape = size_of(x)
     rows, width = math.prod(shape[:-1]), shape[-1]
     mixed = e.op(
         "HyperConnectionPostMix",
         e.reshape(x, (rows, 1, width)),
         e.reshape(z, (rows, width)),
-        e.reshape(y, (rows, 1, width)),
-        e.reshape(a, (rows, 1, 1)),
+        gates,
+        None if a is None else e.reshape(a, (rows, 1, 1)),
         domain=DOMAIN,
         shape=(rows, 1, width),
     )
@@ -179,7 +175,11 @@ def remember_product(e: Emitter, made: Value | None, a: Value | None, b: Value |
     maker = e.makers.get(a.name)
     for first in (a, maker.inputs[0] if maker is not None and maker.type == "Cast" else None):
         if first is not None:
-            e.shared.setdefault(f"{first.name} takes", (made, b, e.const(of_a * of_b, "float64")))
+            e.shared.setdefault(_product_of(first), (made, b, e.const(of_a * of_b, "float64")))
+
+
+def _product_of(first: Value) -> str:
+    return f"the product of {first.name}"
 
 
 def weighed_sums(e: Emitter, dp: Value, p: Value) -> tuple[Value, Value] | None:
@@ -188,7 +188,7 @@ def weighed_sums(e: Emitter, dp: Value, p: Value) -> tuple[Value, Value] | None:
     Since dp = do v', it is -sum(do o): rows as short as those of v. And dp as the product made it, before it was cast.
     None where that is not known, or where the rows are not so much shorter that it is worth to keep o for them.
     """
-    back, found, shorter = e.makers.get(dp.name), e.shared.get(f"{p.name} takes"), 4
+    back, found, shorter = e.makers.get(dp.name), e.shared.get(_product_of(p)), 4
     if back is not None and back.type == "Cast" and back.inputs[0] is not None:
         dp, shorter = back.inputs[0], 2  # and dp need not be cast
         back = e.makers.get(dp.name)

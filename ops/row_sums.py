@@ -135,8 +135,7 @@ def with_rows(e: Emitter, share: Value, total: Value) -> Value | None:
         return None
     rows = e.op("Mod", e.reshape(at, (count,)), e.const(np.int64(places)), shape=(count,))  # those from the end too
     meets = e.op("Equal", e.reshape(rows, (count, 1)), e.reshape(rows, (1, count)), shape=(count, count))
-    narrow = _narrow(e, values, total.dtype)
-    sums = e.MatMul(e.cast(meets, total.dtype), narrow)
+    sums = e.MatMul(e.cast(meets, total.dtype), _narrow(e, values, total.dtype))
     picked = e.Gather(flat, rows, axis=0, shape=(count, width))
     made = e.ScatterND(flat, e.reshape(rows, (count, 1)), e.Add(picked, sums), shape=flat.shape)
     return e.reshape(made, total.shape)
@@ -144,13 +143,12 @@ def with_rows(e: Emitter, share: Value, total: Value) -> Value | None:
 
 def _narrow(e: Emitter, values: Value, dtype: str) -> Value:
     """Values in a type; where they were widened from it, as they were."""
-    maker = e.makers.get(values.name)
-    source = None if maker is None or maker.type not in ("Cast", "Reshape") else maker.inputs[0]
-    if source is not None and maker is not None and maker.type == "Reshape":
-        inner = e.makers.get(source.name)
-        source = inner.inputs[0] if inner is not None and inner.type == "Cast" else None
-    if source is not None and source.dtype == dtype:
-        return e.reshape(source, size_of(values))
+    source, maker = values, e.makers.get(values.name)
+    while maker is not None and maker.type in ("Cast", "Reshape") and maker.inputs[0] is not None:
+        source = maker.inputs[0]
+        if source.dtype == dtype:
+            return e.reshape(source, size_of(values))
+        maker = e.makers.get(source.name)
     return e.cast(values, dtype)
 
 
