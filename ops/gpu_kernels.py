@@ -149,6 +149,14 @@ def mixed_rows(e: Emitter, x: Value, a: Value, y: Value, z: Value) -> Value:
     return _post_mix(e, x, a, e.reshape(y, (math.prod(before), 1, width)), z)
 
 
+def scaled_sum(e: Emitter, number: float, x: Value, y: Value, z: Value) -> Value:
+    """number x + y z, element by element, of tensors alike, or of a number y: computed in fp32 and rounded once."""
+    count = math.prod(size_of(x))
+    line, gates = (1, count), (1, 1) if y.shape == () else (1, 1, count)
+    flat = _post_mix(e, e.reshape(x, line), e.const([[number]], x.dtype), e.reshape(y, gates), e.reshape(z, line))
+    return e.reshape(flat, size_of(x))
+
+
 def _post_mix(e: Emitter, x: Value, a: Value | None, gates: Value, z: Value) -> Value:
     """a x + gates z: a number of each row, or all 1; a gate for each row [rows, 1], or for each element."""
     shape = size_of(x)

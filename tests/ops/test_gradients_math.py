@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import special
 
 from tests.helpers.forwardcheck import check_forward
-from tests.helpers.gradcheck import check_gradient, few, gradient_model, gradient_values
+from tests.helpers.gradcheck import Case, Gradient, check_gradient, few, gradient_model, gradient_values
+from tests.helpers.node_by_node import node_by_node
+from tests.helpers.rules import typed_feeds
 
 pytestmark = pytest.mark.rules
 
@@ -202,6 +205,27 @@ def test_gelu(approximate: str, shape: Shape, seed: int) -> None:
     x = smooth(np.random.default_rng(seed), shape)
     oracle = exact_gelu if approximate == "none" else None
     check_gradient("Gelu", [x], attrs={"approximate": approximate}, forward=oracle)
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_on_cuda_in_fp32(approximate: str) -> None:
+    """In passes that add products as they go, as near float64 as written out; far out the slope is 0 or 1."""
+    x = np.concatenate([np.linspace(-12, 12, 4801), [0.0, -0.0, 1e-30, 40.0, -40.0, 3e4, -3e4, 1e9, -1e9]])
+    dy = np.random.default_rng(0).normal(size=x.shape)
+    x, dy = (a.astype(np.float32).astype(np.float64) for a in (x, dy))
+    case = Case("Gelu", [x], {"approximate": approximate}, wrt=(0,), forward=lambda x: [x])
+    values = {"x0": x, "y0": x, "dy0": dy}
+    model = Gradient(case, "float32", values, (0,)).model("cuda")
+    kinds = [node.op_type for node in model.graph.node]
+    assert kinds.count("HyperConnectionPostMix") == {"none": 2, "tanh": 3}[approximate]
+    found = node_by_node(model, typed_feeds(model, values))[model.graph.output[0].name]
+    density = np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+    wanted = dy * (special.ndtr(x) + x * density)
+    if approximate == "tanh":
+        share = special.expit(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+        inner = 2 * math.sqrt(2 / math.pi) * (x + 3 * 0.044715 * x**3)
+        wanted = dy * (share + share * (1 - share) * inner)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=3e-6 * np.abs(dy).max())
 
 
 @pytest.mark.parametrize("alpha", [1.0, 1.702, 0.5])

@@ -50,7 +50,7 @@ def test_processes_learn_what_threads_learn_with_norms_over_all_of_them() -> Non
 
 def test_an_exception_of_one_rank_ends_the_other_with_its_words() -> None:
     status, said = ran("raises")
-    assert status == 1
+    assert status in (1, 9), said  # 9: the launcher ended the other, which had spoken, before it ended itself
     assert said.count("ValueError: no such file\n") == 1, "its own traceback"
     assert re.search(f"DistributedError: {SOMEONE} raised ValueError: no such file; {HERE}\n", said), said
 
