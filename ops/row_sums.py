@@ -23,9 +23,9 @@ _ONE_THREAD = 200_000
 _SAYS = "one thread: few elements are added"
 #: Elements that ScatterND copies while ScatterElements adds one: it takes 6 ns for that.
 _COPIES = 16
-#: Bytes that it takes to tell of two rows whether they meet, and bytes of an element of a table of 16-bit gradients
-#: that rows are added to by themselves, and not as a table.
-_MEETING, _TABLE = 6, 20
+#: Bytes of memory of what tells of two rows whether they meet; and of an element of a table of zeros, and of that in
+#: 16 bit, which rows would be added to without that. What is moved is twice as much, or three times.
+_MEETING, _TABLE = 3, 6
 #: Elements up to which more than one turn would be noticed.
 _FEW = 50_000
 
