@@ -90,7 +90,8 @@ def prepare_training(
     module, and linear layers their layout [out, in] (``restore``); layer norms that were written out (before opset 17),
     RMS norms, GELUs, SiLUs and rotary positions are one operator again, and slices that make up a tensor one Split.
     RMS norms, SiLUs and rotary positions are those which onnxruntime has at every opset (SimplifiedLayerNormalization,
-    QuickGelu, RotaryEmbedding); what is saved for inference has them written out.
+    QuickGelu, RotaryEmbedding); what is saved for inference has them written out. What exports of attention put in the
+    place of NaN goes where no mask can make one: NaN of the scores would be hidden from the loss scaling.
     BatchNormalization and Dropout train, an If on a constant is inlined, loops of known length are unrolled, what is
     computed of constants and of declared sizes is a constant, and calls of the model's functions are inlined:
     variables of such a model are to be asked for by name again.
