@@ -70,9 +70,9 @@ def _reads_alone(op: Operator) -> bool:
 def cast(e: Emitter, op: Operator, dy: Value) -> Grads:
     """The gradient has the element type of the input: the lowering casts, and rounds where that is 16 bit. A multiple
     is one in 16 bit too, so that products take the number over."""
-    kind, (base, factor) = op.outputs[0], multiple(e, dy)
-    if factor != 1 and e.at.fused and kind is not None and kind.dtype in HALF and base.dtype not in HALF:
-        return [times(e, e.cast(base, kind.dtype), factor)]
+    made, (base, factor) = op.outputs[0], multiple(e, dy)
+    if factor != 1 and e.at.fused and made is not None and made.dtype in HALF and base.dtype not in HALF:
+        return [times(e, e.cast(base, made.dtype), factor)]
     return [dy]
 
 

@@ -96,7 +96,7 @@ def _without_gradient(op: Operator) -> str:
 @gradient(TYPE, "x1 x2 x3 dy0", inputs=(0,), native=True, refuse=_without_gradient)
 def rotary_embedding_gradient(e: Emitter, op: Operator, positions: Value, cos: Value, sin: Value, dy: Value) -> Grads:
     """dX = dY turned by the negative angles."""
-    key = f"{sin.name} turned back"
+    key = f"{sin.name} turned back, {dy.dtype}"
     if key not in e.shared:
         e.shared[key] = (e.cast(e.Neg(sin), dy.dtype),)
     cos, (back,) = e.cast(cos, dy.dtype), e.shared[key]

@@ -212,7 +212,8 @@ class _Graph:
     def _turns_halves(self, node: onnx.NodeProto) -> bool:
         """Whether it is onnxruntime's, turns the halves of whole heads, and the sizes and the positions are known."""
         held, shape = _attributes(node), self._shape(node.input[0])
-        usual = not (held.get("interleaved") or held.get("rotary_embedding_dim") or held.get("is_packed_batching"))
+        unusual = [held.get(name) for name in ("interleaved", "rotary_embedding_dim", "is_packed_batching")]
+        usual = not any(unusual) and held.get("scale", 1.0) == 1
         counted = shape is not None and (len(shape) == 4 or held.get("num_heads", 0) > 0)
         return bool(node.domain) and usual and counted and node.input[1] in self.constants
 

@@ -217,7 +217,10 @@ def test_rotations_round_each_product_and_sum(name: str) -> None:
     np.testing.assert_allclose(found, kernel, atol=1e-6)
 
 
-@pytest.mark.parametrize("attributes", ["interleaved = 1", "num_heads = 2, rotary_embedding_dim = 4"])
+@pytest.mark.parametrize(
+    "attributes",
+    ["interleaved = 1", "num_heads = 2, rotary_embedding_dim = 4", "num_heads = 2, scale = 2.0"],
+)
 def test_rotations_of_another_kind_stay(attributes: str) -> None:
     text = (
         "agraph (float[2, 3, 16] x, float[3, 4] c, float[3, 4] s) => (float[2, 3, 16] y) <int64[1] at = {0}> "

@@ -28,8 +28,9 @@ def fuse_swishes(program: Graph) -> list[str]:
         if op.full_type == f"{DOMAIN}::{TYPE}":
             op.metadata[FUSED] = _STANDS_FOR
     for sigmoid in of_type(program, "Sigmoid"):
-        product, x, alpha = _found(sigmoid)
-        if product is not None and x is not None:
+        found = _found(sigmoid)
+        if found is not None:
+            product, x, alpha = found
             out = product.outputs[0]
             remove(product, {x})
             op = program.add_operator(
@@ -40,15 +41,14 @@ def fuse_swishes(program: Graph) -> list[str]:
     return [f"{count} products of a tensor and its sigmoid are one operator each"] if count else []
 
 
-def _found(sigmoid: Operator) -> tuple[Operator | None, Variable | None, float]:
-    """The product, what it is of, and the number before it in the sigmoid."""
+def _found(sigmoid: Operator) -> tuple[Operator, Variable, float] | None:
+    """The product, what it is of, and the number before that in the sigmoid."""
     share, z = sigmoid.outputs[0], sigmoid.inputs[0]
     if share is None or z is None or z.dtype != "float32" or len(share.readers) != 1 or share in share.program.outputs:
-        return None, None, 1.0
+        return None
     product = share.readers[0][0]
     x = factor(product, share)
-    if x is z:
-        return product, x, 1.0
-    scaled, alpha = added_number(z, "Mul")
-    fits = x is not None and x is scaled and alpha is not None and alpha > 0 and z.shape == x.shape
-    return (product, x, alpha or 1.0) if fits else (None, None, 1.0)
+    scaled, alpha = (z, 1.0) if x is z else added_number(z, "Mul")
+    if x is None or x is not scaled or alpha is None or alpha <= 0 or z.shape != x.shape:
+        return None
+    return product, x, alpha

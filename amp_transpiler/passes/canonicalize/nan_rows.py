@@ -16,8 +16,9 @@ from amp_transpiler.passes.canonicalize.fuse_norm import drop_unread
 from amp_transpiler.passes.view.constants import content
 from amp_transpiler.passes.view.of_type import of_type
 
-#: What makes finite numbers of finite numbers, as long as its type holds them.
-_FINITE = frozenset({"Add", "Cast", "Expand", "Identity", "Mul", "Reshape", "Squeeze", "Sub", "Transpose", "Unsqueeze"})
+#: What makes finite numbers of a first operand of such, and of operands that all are, as far as its type holds them.
+_FINITE = frozenset({"Cast", "Expand", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+_FINITE_OF_ALL = frozenset({"Add", "Mul", "Sub", "Where"})
 #: Sums of products: scores.
 _SCORES = frozenset({"Einsum", "Gemm", "MatMul"})
 #: Operators that are looked at to show that scores are finite.
@@ -74,14 +75,16 @@ def _is_finite(variable: Variable | None, steps: int) -> bool:
         return False
     if op.type in _SCORES:
         return True
-    read = op.inputs[1:] if op.type == "Where" else op.inputs[:1] if op.type not in ("Add", "Mul", "Sub") else op.inputs
-    return (op.type in _FINITE or op.type == "Where") and all(_is_finite(v, steps - 1) for v in read)
+    if op.type in _FINITE:
+        return _is_finite(op.inputs[0], steps - 1)
+    chosen = op.inputs[op.type == "Where" :]
+    return op.type in _FINITE_OF_ALL and all(_is_finite(v, steps - 1) for v in chosen)
 
 
 def _free(op: Operator, rows: Variable) -> None:
     program, made = op.program, op.outputs[0]
     assert made is not None
-    for reader in {reader for reader, _ in made.readers}:
+    for reader in dict.fromkeys(reader for reader, _ in made.readers):
         other, selected = reader.inputs[1], reader.outputs[0]
         program.remove_operator(reader)
         if selected in program.outputs:
