@@ -31,7 +31,7 @@ from amp_transpiler.ir.tensors import as_array, byte_size, tensor_type
 from amp_transpiler.passes.canonicalize.control_flow import inline_known_branches
 from amp_transpiler.passes.canonicalize.loop_invariants import capture_invariants
 from amp_transpiler.passes.canonicalize.sequences import expand_sequences
-from amp_transpiler.passes.canonicalize.simplify import remove_dead, remove_identities
+from amp_transpiler.passes.canonicalize.simplify import remove_dead, remove_identities, settle_casts
 from amp_transpiler.passes.canonicalize.unread_statistics import forget_unread_statistics
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.precision.rules import check_variables
@@ -107,10 +107,9 @@ def _count(program: Graph) -> int:
 
 
 def _fold_graph(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> None:
-    _Folding(program, names, keep).run()
-    for op in program.nesting:
-        for nested in op.attrs.programs:
-            _fold_graph(nested, names, keep)
+    for each in list(programs(program)):
+        settle_casts(each, keep)
+        _Folding(each, names, keep).run()
 
 
 def _eligible(op: Operator) -> bool:

@@ -121,6 +121,30 @@ def test_a_file_does_not_grow() -> None:
     )
 
 
+#: jax2onnx writes the epsilon of an RMS norm so.
+LIKE = """(float[2, 4] x) => (float[2, 4] y, float[2, 4] z)
+    <float[4] w = {1, 2, 3, 4}, float eps = {1e-6}, int64 two = {2}> {
+        same = CastLike(x, w)  h = Mul(same, w)  e = CastLike(eps, x)  s = Mul(h, h)  m = ReduceMean<axes = [-1]>(s)
+        a = Add(m, e)  r = Sqrt(a)  y = Div(h, r)
+        t = CastLike(two, x)  i = Cast<to = 7>(h)  u = CastLike(i, x)  z = Mul(u, t)
+    }"""
+
+
+def test_casts_to_the_type_of_another_are_to_a_known_one() -> None:
+    after = converted(LIKE)
+    assert not any(node.op_type == "CastLike" for node in after.graph.node)
+    assert types(after).count("ReduceL2") == 2, "a root of mean squares in 16 bit"
+    assert any(node.op_type == "CastLike" for node in converted(LIKE, exclude=["*"]).graph.node)
+
+
+def test_casts_to_the_type_of_another_are_known_in_training_too() -> None:
+    program = amp.Program.from_onnx(model(LIKE))
+    amp.prepare_training(program)
+    program.verify()
+    kinds = [op.type for op in program.operators]
+    assert "SimplifiedLayerNormalization" in kinds and "CastLike" not in kinds
+
+
 def test_what_the_user_names_stays() -> None:
     text = """(float[2] x) => (float[2] y) <float[2] w = {1, 2}> { a = Add(w, w)  t = Mul(x, a)  i = Identity(t)  y = Neg(i) }"""
     assert types(converted(text)) == ["Mul", "Neg"]

@@ -1,5 +1,6 @@
-"""Layer norms as TensorFlow writes them out: x s + (b - m s), where s is the scale by the deviation; and as Flax does,
-whose variance is the mean of x² less the square of the mean."""
+"""Layer norms as TensorFlow writes them out: x s + (b - m s), where s is the scale by the deviation; as Flax does,
+whose variance is the mean of x² less the square of the mean; and as jax2onnx does Equinox's, with a mean of squares in
+float64 and 0 selected in rows of equal numbers."""
 
 from __future__ import annotations
 
@@ -63,6 +64,30 @@ net (float[2,4,6] x) => (float[2,4,6] y)
   ve = Add(floored, eps)
   r = Sqrt(ve)
   n = Div(d, r)
+  ng = Mul(n, g)
+  y = Add(ng, b)
+}"""
+EQUINOX = """<ir_version: 8, opset_import: ["" : 18]>
+net (float[2,4,6] x) => (float[2,4,6] y)
+  <float[6] g = {0.5, 1.0, 1.5, 2.0, 0.7, 0.9}, float[6] b = {0.1, 0.2, 0.3, -0.1, -0.2, -0.3}, float eps = {1e-6},
+   float zero = {0}, int64[1] last = {-1}, int64[1] middle = {1}>
+{
+  m = ReduceMean(x, last)
+  d = Sub(x, m)
+  least = ReduceMin(x, last)
+  largest = ReduceMax(x, last)
+  equal = Equal(least, largest)
+  nothing = Sub(m, m)
+  finite = Equal(nothing, zero)
+  constant = And(equal, finite)
+  stable = Where(constant, zero, d)
+  s = Mul(stable, stable)
+  wide = Cast <to = 11> (s)
+  mean = ReduceMean(wide, last)
+  v = Cast <to = 1> (mean)
+  ve = Add(v, eps)
+  r = Sqrt(ve)
+  n = Div(stable, r)
   ng = Mul(n, g)
   y = Add(ng, b)
 }"""
@@ -146,6 +171,42 @@ def test_another_variance_is_no_layer_norm(change: tuple[str, str]) -> None:
     assert change[0] in FLAX
     converted = amp.convert(onnx.parser.parse_model(FLAX.replace(*change)))
     assert not any(op.type == "LayerNormalization" for op in converted.operators)
+
+
+def test_a_variance_in_float64() -> None:
+    model = onnx.parser.parse_model(EQUINOX)
+    converted = amp.convert(model)
+    assert [op.type for op in converted.operators if op.type != "Cast"] == ["LayerNormalization"]
+    assert off(served(converted.to_onnx()), served(model)) < 4e-3
+    program = amp.Program.from_onnx(model)
+    assert set(amp.prepare_training(program).trainable) == {"g", "b"}
+    assert [op.type for op in program.operators] == ["LayerNormalization"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("Where(constant, zero, d)", "Where(constant, eps, d)"),
+        ("Where(constant, zero, d)", "Where(constant, zero, x)"),
+        ("Where(constant, zero, d)", "Where(equal, zero, d)"),
+        ("Where(constant, zero, d)", "Where(constant, d, zero)"),
+        ("And(equal, finite)", "Or(equal, finite)"),
+        ("ReduceMin(x, last)", "ReduceMin(x, middle)"),
+        ("ReduceMin(x, last)", "ReduceMean(x, last)"),
+        ("ReduceMax(x, last)", "ReduceMax(d, last)"),
+        ("Equal(least, largest)", "Less(least, largest)"),
+        ("Sub(m, m)", "Sub(m, least)"),
+        ("Equal(nothing, zero)", "Equal(nothing, eps)"),
+        ("Mul(stable, stable)", "Mul(stable, g)"),
+        ("ReduceMean(wide, last)", "ReduceSum(wide, last)"),
+    ],
+)
+def test_what_selects_otherwise_is_no_layer_norm(change: tuple[str, str]) -> None:
+    assert change[0] in EQUINOX
+    model = onnx.parser.parse_model(EQUINOX.replace(*change))
+    converted = amp.convert(model)
+    assert not any(op.type == "LayerNormalization" for op in converted.operators)
+    assert off(served(converted.to_onnx()), served(model)) < 4e-3
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def _divided(last: Operator) -> _Scaled | None:
     """(x - mean) / root * scale + bias."""
     scaled, bias = _split(last, "Mul")
     normal, scale = _split(scaled, "Div")
-    deviation = None if normal is None else maker(normal.input(0), "Sub")
+    deviation = None if normal is None else _deviation(normal.input(0))
     if deviation is None or normal is None:
         return None
     return _complete(deviation.input(0), _mean(deviation.input(1)), maker(normal.input(1), "Sqrt"), scale, bias)
@@ -265,14 +265,55 @@ def added_number(variable: Variable | None, type_: str = "Add") -> tuple[Variabl
 
 def _variance(variable: Variable | None, x: Variable, mean: Variable | None) -> Operator | None:
     """The mean in a variance of ``x``: of (x - mean)²; or of x², from which Flax takes mean², to 0 at least."""
-    found = _mean(variable)
-    deviation = None if found is None else maker(_squared(found.input(0)), "Sub")
+    found = _mean(_before_cast(variable, "float64"))
+    deviation = None if found is None else _deviation(_squared(_before_cast(found.input(0), "float32")))
     if found is not None:
         return found if deviation is not None and list(deviation.inputs) == [x, mean] else None
     difference, least = added_number(variable, "Max")
     moved = maker(difference if least == 0 else variable, "Sub")
     found = None if moved is None or _squared(moved.input(1)) is not mean else _mean(moved.input(0))
     return found if found is not None and _squared(found.input(0)) is x else None
+
+
+def _before_cast(variable: Variable | None, dtype: str) -> Variable | None:
+    """What the variable was cast from, if that is of this type: jax2onnx takes the mean of squares in float64."""
+    cast = maker(variable, "Cast")
+    read = None if cast is None else cast.input(0)
+    return read if read is not None and read.dtype == dtype else variable
+
+
+def _deviation(variable: Variable | None) -> Operator | None:
+    """The Sub that makes the variable, or what jax2onnx selects from where it is not 0: rows of unequal numbers."""
+    chosen = maker(variable, "Where")
+    if chosen is None:
+        return maker(variable, "Sub")
+    found, both = maker(chosen.input(2), "Sub"), maker(chosen.input(0), "And")
+    if found is None or both is None or not _is_zero(chosen.input(1)):
+        return None
+    equal, finite = maker(both.input(0), "Equal"), maker(both.input(1), "Equal")
+    return found if _all_equal(equal, found) and _none_infinite(finite, found.input(1)) else None
+
+
+def _all_equal(equal: Operator | None, deviation: Operator) -> bool:
+    """Whether what is asked is if the smallest of the numbers that a mean was taken of is the largest."""
+    mean = maker(deviation.input(1), "ReduceMean")
+    if equal is None or mean is None:
+        return False
+    ends = maker(equal.input(0), "ReduceMin"), maker(equal.input(1), "ReduceMax")
+    return all(e is not None and e.input(0) is mean.input(0) and reduced_axes(e) == reduced_axes(mean) for e in ends)
+
+
+def _none_infinite(equal: Operator | None, mean: Variable | None) -> bool:
+    """Whether what is asked is if a mean less itself is 0."""
+    if equal is None or not _is_zero(equal.input(1)):
+        return False
+    nothing = maker(equal.input(0), "Sub")
+    return nothing is not None and list(nothing.inputs) == [mean, mean]
+
+
+def _is_zero(variable: Variable | None) -> bool:
+    data = None if variable is None else content(variable)
+    return data is not None and not as_array(data).any()
 
 
 def _squared(variable: Variable | None) -> Variable | None:

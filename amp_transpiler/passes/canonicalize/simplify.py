@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from amp_transpiler.ir.adjacency import successors
+from amp_transpiler.ir.decompose import Parts, write_instead
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.proto_residue import listed_inputs
+from amp_transpiler.ir.types import ONNX_TYPES
+from amp_transpiler.passes.view.of_type import of_type
 
 _IDENTITIES = frozenset({"Identity", "Cast", "Dropout"})
+
+
+def settle_casts(program: Graph, keep: frozenset[Operator]) -> None:
+    """Put a Cast in the place of each CastLike, the type of which is known: its result may then be so too."""
+    for op in of_type(program, "CastLike"):
+        made, read = op.output(0), op.input(0)
+        if made is not None and read is not None and made.dtype in ONNX_TYPES and op not in keep and not op.attrs:
+            write_instead(op, _typed_cast)
+
+
+def _typed_cast(d: Parts, op: Operator, x: Variable, _like: Variable) -> list[Variable]:
+    made = op.outputs[0]
+    return [x if made is None else d.cast(x, made.dtype)]
 
 
 def remove_identities(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> None:
