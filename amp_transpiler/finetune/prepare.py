@@ -43,6 +43,7 @@ from amp_transpiler.passes.canonicalize.inlining import inline_functions
 from amp_transpiler.passes.canonicalize.integer_places import write_integer_places
 from amp_transpiler.passes.canonicalize.nan_rows import free_nan_rows
 from amp_transpiler.passes.canonicalize.opset import convert_opset
+from amp_transpiler.passes.canonicalize.simplify import remove_identities
 from amp_transpiler.passes.canonicalize.whole_splits import split_wholes
 from amp_transpiler.passes.numerics.mask_constants import saturate_masks
 from amp_transpiler.passes.precision.pure import cast_model_to_fp16
@@ -93,7 +94,8 @@ def prepare_training(
     QuickGelu, RotaryEmbedding); what is saved for inference has them written out. What exports of attention put in the
     place of NaN goes where no mask can make one: NaN of the scores would be hidden from the loss scaling.
     BatchNormalization and Dropout train, an If on a constant is inlined, loops of known length are unrolled, what is
-    computed of constants and of declared sizes is a constant, and calls of the model's functions are inlined:
+    computed of constants and of declared sizes is a constant, what changes nothing (Identity, x + 0, x * 1) goes, its
+    result being what it reads, and calls of the model's functions are inlined:
     variables of such a model are to be asked for by name again.
 
     Args:
@@ -146,6 +148,7 @@ def prepare_training(
         notes += retie(program)
         notes += untie(program, _matched(program, keep_tied, "keep_tied"))
         fold_values(program)
+        notes += _drop_identities(program)
         notes += fuse_layer_norms(program)
         notes += fuse_gelus(program)
         notes += fuse_swishes(program)
@@ -172,6 +175,13 @@ def prepare_training(
     )
     _log.info("program '%s': %s", program.name, done)
     return done
+
+
+def _drop_identities(program: Program) -> list[str]:
+    """Take out what changes nothing (Paddle's exporter writes much of it), but for Dropout, which is to train."""
+    dropouts = frozenset(op for op in program.walk() if op.type == "Dropout")
+    count = remove_identities(program, frozenset(), dropouts)
+    return [f"{count} operators that change nothing are gone"] if count else []
 
 
 def _fix(program: Program, values: Mapping[str, Any], feed_shapes: Mapping[str, Sequence[int]]) -> list[str]:

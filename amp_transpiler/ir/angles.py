@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 
+from amp_transpiler.ir.copies import producer_past_copies, readers_past_copies
 from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.tensors import as_array
@@ -56,10 +57,10 @@ def _is_turned(variable: Variable) -> bool:
 
 def _meets(variable: Variable, made: Variable | None) -> bool:
     """Whether what reads a product of the tensor adds a product of another one, with which its squares make one."""
-    for op, slot in made.readers if made is not None else ():
+    for op, slot in readers_past_copies(made):
         other = op.input(1 - slot) if op.type in ("Add", "Sub") and isinstance(slot, int) else None
-        factors = other.producer.inputs if other is not None and other.producer is not None else ()
-        if any(v is not None and _completes(variable, v) for v in factors):
+        product = producer_past_copies(other)
+        if product is not None and any(v is not None and _completes(variable, v) for v in product.inputs):
             return True
     return False
 

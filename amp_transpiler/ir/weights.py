@@ -14,6 +14,7 @@ import onnx
 
 from amp_transpiler.ir.angles import turns
 from amp_transpiler.ir.control import carried_slots
+from amp_transpiler.ir.copies import readers_past_copies
 from amp_transpiler.ir.counted import places
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
@@ -164,8 +165,7 @@ def _is_all(variable: Variable, number: float) -> bool:
 
 def _joins_scores(op: Operator) -> bool:
     """Whether it adds to what a softmax takes."""
-    made = op.output(0)
-    return op.type == "Add" and made is not None and any(reader.type == "Softmax" for reader, _ in made.readers)
+    return op.type == "Add" and any(reader.type == "Softmax" for reader, _ in readers_past_copies(op.output(0)))
 
 
 def _is_choice(variable: Variable) -> bool:

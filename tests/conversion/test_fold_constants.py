@@ -145,6 +145,57 @@ def test_casts_to_the_type_of_another_are_known_in_training_too() -> None:
     assert "SimplifiedLayerNormalization" in kinds and "CastLike" not in kinds
 
 
+NUMBERS = "<float zero = {0}, float one = {1}, float[1] ones = {1}, float[1, 1] nil = {0}, float[2] two = {1, 1}> "
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "t = Mul(n, one)",
+        "t = Mul(ones, n)",
+        "t = Div(n, one)",
+        "t = Add(zero, n)",
+        "t = Sub(n, nil)",
+        "t = Pow(n, one)",
+        "a = Mul(n, one)  b = Identity(a)  t = Add(b, zero)",
+        "k = Constant <value_float: float = 1.0> ()  t = Mul(n, k)",
+    ],
+)
+def test_arithmetic_that_changes_nothing_goes(line: str) -> None:
+    """Paddle's exporter scales so, by 1 or with nothing added."""
+    text = f"(float[3, 2] x) => (float[3, 2] y) {NUMBERS} {{ n = Neg(x)  {line}  y = Exp(t) }}"
+    assert types(converted(text)) == ["Neg", "Exp"]
+    trained = text.replace("<float zero", "<float[2] w = {1, 2}, float zero").replace("Neg(x)", "Mul(x, w)")
+    program = amp.Program.from_onnx(model(trained))
+    told = amp.prepare_training(program)
+    program.verify()
+    assert [op.type for op in program.operators if op.type != "Constant"] == ["Mul", "Exp"]
+    assert any("change nothing" in note for note in told.notes)
+
+
+@pytest.mark.parametrize(
+    ("line", "shape"),
+    [
+        ("t = Div(one, n)", "3, 2"),
+        ("t = Sub(zero, n)", "3, 2"),
+        ("t = Pow(one, n)", "3, 2"),
+        ("t = Mul(n, two)", "3, 2"),
+        ("t = Add(n, one)", "3, 2"),
+        ("m = ReduceSum <keepdims = 0> (n)  t = Mul(m, ones)", "1"),
+    ],
+)
+def test_arithmetic_that_changes_something_stays(line: str, shape: str) -> None:
+    kinds = types(converted(f"(float[3, 2] x) => (float[{shape}] y) {NUMBERS} {{ n = Neg(x)  {line}  y = Exp(t) }}"))
+    assert kinds[-2:] == [line.rpartition("= ")[2].split("(")[0], "Exp"]
+
+
+def test_a_parameter_of_one_is_no_number() -> None:
+    text = "(float[3, 2] x) => (float[3, 2] y) <float[1] w = {1}> { n = Exp(x)  y = Mul(n, w) }"
+    program = amp.Program.from_onnx(model(text))
+    amp.prepare_training(program, trainable=["w"])
+    assert [op.type for op in program.operators] == ["Exp", "Mul"]
+
+
 def test_what_the_user_names_stays() -> None:
     text = """(float[2] x) => (float[2] y) <float[2] w = {1, 2}> { a = Add(w, w)  t = Mul(x, a)  i = Identity(t)  y = Neg(i) }"""
     assert types(converted(text)) == ["Mul", "Neg"]

@@ -18,7 +18,7 @@ BATCH, HEADS, PLACES, SIZE = 2, 3, 5, 8
 ANGLES = (np.arange(PLACES)[:, None] / 10000 ** (np.arange(0, SIZE, 2) / SIZE)).astype(np.float32)
 HEAD = '<ir_version: 8, opset_import: ["" : 20]> g (float[{shape}] x) => (float[{shape}] y) '
 HEAD += "<float[{table}] f = {{{angles}}}, int64[1] one = {{1}}, int64[1] two = {{2}}, int64[1] last = {{-1}}, "
-HEAD += "float scale = {{1.1}}, int64[2] halves = {{4, 4}}, int64[2] uneven = {{3, 5}}> "
+HEAD += "float scale = {{1.1}}, float minus = {{-1}}, int64[2] halves = {{4, 4}}, int64[2] uneven = {{3, 5}}> "
 TABLES = "{ d = Concat <axis = -1> (f, f)  c0 = Cos(d)  s0 = Sin(d)  c = Unsqueeze(c0, one)  s = Unsqueeze(s0, one)  "
 TURN = "a, b = Split <axis = -1> (x, halves)  n = Neg(b)  t = Concat <axis = -1> (n, a)  "
 TURN += "p = Mul(x, c)  q = Mul(t, s)  y = Add(p, q) }"
@@ -31,11 +31,13 @@ ROTATIONS = {
     "with scaled tables": TABLES.replace("c0 = Cos(d)", "c1 = Cos(d)  c0 = Mul(c1, scale)") + TURN,
     "whose halves are kept apart": TABLES
     + TURN.replace("y =", "m =").replace("}", " k = Concat <axis = 3> (b, a)  y = Mul(m, k) }"),
+    "as Paddle writes it": TABLES + TURN.replace("Neg(b)", "Mul(b, minus)"),
     "half by half": HALF_TABLES + PARTS,
     "half by half, the other way round": HALF_TABLES + PARTS.replace("(t, u)", "(u, t)").replace("a, c", "c, a"),
 }
 OTHERS = {
     "of which the tables' halves differ": TABLES.replace("(f, f)", "(f, g)").replace("{ d", "{ g = Neg(f)  d") + TURN,
+    "by another factor than -1": TABLES + TURN.replace("Neg(b)", "Mul(b, scale)"),
     "the other half turned": TABLES + TURN.replace("Neg(b)", "Neg(a)").replace("(n, a)", "(n, b)"),
     "that turns nothing": TABLES + TURN.replace("(n, a)", "(a, n)"),
     "of halves that are none": TABLES + TURN.replace("halves", "uneven"),
@@ -85,6 +87,28 @@ def test_what_only_looks_like_one_stays(name: str) -> None:
     found = program(OTHERS[name])
     before = [op.type for op in found.operators]
     assert not fuse_rotations(found) and [op.type for op in found.operators] == before
+
+
+def test_tables_of_numbers_are_no_weights_behind_copies() -> None:
+    """As Paddle writes it: tables of two dimensions in the file, an Identity behind each product."""
+    both = np.concatenate([ANGLES, ANGLES], -1)
+    c, s = (", ".join(f"{value:.6f}" for value in table.reshape(-1)) for table in (np.cos(both), np.sin(both)))
+    text = head().replace(
+        "<float[1",
+        f"<float[{PLACES}, {SIZE}] c = {{{c}}}, float[{PLACES}, {SIZE}] s = {{{s}}}, "
+        f"float[{SIZE}] w = {{{', '.join(['2'] * SIZE)}}}, float[1",
+        1,
+    )
+    turn = TURN.replace(
+        "y = Add(p, q)", "pc = Identity(p)  qc = Identity(q)  z = Add(pc, qc)  zc = Identity(z)  y = Mul(zc, w)"
+    )
+    main = amp.Program.from_onnx(onnx.parser.parse_model(text + "{ " + turn))
+    assert {"c", "s"}.isdisjoint(v.name for v in main.parameters)
+    expected = slope(main.clone(), data())
+    amp.prepare_training(main)
+    assert [op.type for op in main.operators].count("RotaryEmbedding") == 1
+    for value, right in zip(slope(main, data()), expected, strict=True):
+        np.testing.assert_allclose(value, right, rtol=1e-5, atol=1e-5)
 
 
 def test_trained_angles_stay_written_out() -> None:

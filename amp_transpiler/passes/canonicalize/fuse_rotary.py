@@ -21,7 +21,7 @@ from amp_transpiler.ir.metadata import FUSED
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.ir.types import FLOATS
-from amp_transpiler.passes.canonicalize.fuse_norm import factor, maker, remove
+from amp_transpiler.passes.canonicalize.fuse_norm import added_number, factor, maker, remove
 from amp_transpiler.passes.view.constants import content
 from amp_transpiler.passes.view.of_type import of_type
 
@@ -72,21 +72,29 @@ def fuse_rotations(program: Graph) -> list[str]:
 
 def _of_both_halves(concat: Operator) -> _Turn | None:
     """x * cos + concat(-b, a) * sin, whose tables hold the same for both halves."""
-    negative = maker(concat.input(0), "Neg")
-    x, first, second = _halves(None if negative is None else negative.input(0))
-    turned = concat.outputs[0]
-    if negative is None or concat.inputs[1:] != [first] or negative.input(0) is not second or not _along_last(concat):
+    negated, turned = _negated(concat.input(0)), concat.outputs[0]
+    x, first, second = _halves(negated)
+    if x is None or concat.inputs[1:] != [first] or negated is not second or not _along_last(concat):
         return None
     product = _only_reader(turned)
     sin = None if product is None else factor(product, turned)
     total = None if product is None or sin is None else _only_reader(product.outputs[0])
-    if x is None or product is None or sin is None or total is None or total.full_type != "Add":
+    if product is None or sin is None or total is None or total.full_type != "Add":
         return None
     beside = maker(total.input(1) if total.input(0) is product.outputs[0] else total.input(0), "Mul")
     cos = None if beside is None else factor(beside, x)
     if cos is None or not _repeats(cos, _STEPS) or not _repeats(sin, _STEPS):
         return None
     return _Turn(total, x, cos, sin)
+
+
+def _negated(variable: Variable | None) -> Variable | None:
+    """What the variable is the negative of: Paddle's exporter writes a factor of -1."""
+    negative = maker(variable, "Neg")
+    if negative is not None:
+        return negative.input(0)
+    value, number = added_number(variable, "Mul")
+    return value if number == -1 else None
 
 
 def _half_by_half(concat: Operator) -> _Turn | None:
@@ -177,9 +185,11 @@ def _is_one_number(variable: Variable) -> bool:
 
 def _layout(turn: _Turn) -> _Layout | None:
     """How queries or keys and their tables lie; None where the operator does not have them so."""
-    shape, table = turn.x.shape or (), turn.cos.shape or ()
-    size = shape[3]
-    if turn.sin.shape != table or len(table) != 4 or not isinstance(size, int) or table[3] not in (size, size // 2):
+    shape, given = turn.x.shape or (), turn.cos.shape or ()
+    size, table = shape[3], (1,) * (4 - len(given)) + given
+    if turn.sin.shape != given or len(table) != 4 or not given:
+        return None
+    if not isinstance(size, int) or table[3] not in (size, size // 2):
         return None
     for axis in (2, 1):
         examples, places, heads = table[0], table[axis], shape[3 - axis]
@@ -225,8 +235,8 @@ def _as_rows(table: Variable, layout: _Layout, like: Operator, tables: dict[Vari
     """The first half of a table, or what is a half already, as a matrix with a row for each place."""
     if table not in tables:
         program, half, width, shape = table.program, table, layout.size // 2, table.shape or ()
-        if shape[3] != width:
-            half = program.new_variable(table.name, table.dtype, (*shape[:3], width))
+        if shape[-1] != width:
+            half = program.new_variable(table.name, table.dtype, (*shape[:-1], width))
             bounds = [program.add_constant(f"{table.name}.half", np.array([n])) for n in (0, width, -1)]
             program.add_operator("Slice", [table, *bounds], [half], like=like)
         places: int | str = layout.places

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 from amp_transpiler.ir.adjacency import successors
 from amp_transpiler.ir.decompose import Parts, write_instead
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.proto_residue import listed_inputs
+from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.ir.types import ONNX_TYPES
+from amp_transpiler.passes.view.constants import content
 from amp_transpiler.passes.view.of_type import of_type
 
-_IDENTITIES = frozenset({"Identity", "Cast", "Dropout"})
+#: The number that changes nothing as an operand of elementwise arithmetic, and the operands that it may be.
+_NEUTRAL = {"Add": (0, (1, 0)), "Sub": (0, (1,)), "Mul": (1, (1, 0)), "Div": (1, (1,)), "Pow": (1, (1,))}
+_IDENTITIES = frozenset({"Identity", "Cast", "Dropout", *_NEUTRAL})
 
 
 def settle_casts(program: Graph, keep: frozenset[Operator]) -> None:
@@ -27,25 +33,26 @@ def _typed_cast(d: Parts, op: Operator, x: Variable, _like: Variable) -> list[Va
     return [x if made is None else d.cast(x, made.dtype)]
 
 
-def remove_identities(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> None:
-    """Take out Identity, casts to the type that is there, and Dropout that is not trained, in nested graphs too.
+def remove_identities(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> int:
+    """Take out Identity, casts to the type that is there, Dropout that is not trained, and arithmetic with a number
+    that changes nothing (x + 0, x * 1, as onnxruntime does), in nested graphs too; how many.
 
     Outputs keep their names, and so do variables among ``names``; operators of ``keep`` stay.
     """
-    outputs = set(program.outputs)
+    outputs, states, count = set(program.outputs), set(program.updates.values()), 0
     kinds = {op.type for op in program.operators} & _IDENTITIES
     for op in program.operators if kinds or program.nesting else ():
         for nested in op.attrs.programs:
-            remove_identities(nested, names, keep)
+            count += remove_identities(nested, names, keep)
         if op.type not in kinds:
             continue
-        made, read = op.output(0), op.input(0)
-        if op in keep or made is None or read is None or not _changes_nothing(op):
+        made, read = op.output(0), _handed_on(op)
+        if read is None or made is None or op in keep or made in states:
             continue
         if read.type_proto is not None or made.dtype != read.dtype:
             continue
         if made in outputs:
-            _give_name(op, outputs, names)
+            count += _give_name(op, read, outputs, names)
             continue
         if made.name in names:
             continue
@@ -54,33 +61,53 @@ def remove_identities(program: Graph, names: frozenset[str], keep: frozenset[Ope
             read.shape = made.shape
         program.remove_operator(op)
         program.remove_variable(made)
+        count += 1
+    return count
 
 
-def _give_name(op: Operator, outputs: set[Variable], names: frozenset[str]) -> None:
-    """Let what an output is copied from be the output itself, unless it has a name to keep."""
-    program, made, read = op.program, op.outputs[0], op.inputs[0]
-    if made is None or read is None or read.producer is None or read in outputs or read.name in names:
-        return
+def _give_name(op: Operator, read: Variable, outputs: set[Variable], names: frozenset[str]) -> bool:
+    """Let what an output is copied from be the output itself, unless it has a name to keep; whether it is."""
+    program, made = op.program, op.outputs[0]
+    if made is None or read.producer is None or read in outputs or read.name in names:
+        return False
     maker, slot = read.producer, read.producer_slot
     if maker.type == "Constant" or read.data is not None:
-        return
+        return False
     program.remove_operator(op)
     program.replace_uses(read, made)
     maker.set_output(slot, made)
     made.shape = made.shape or read.shape
     program.remove_variable(read)
+    return True
 
 
-def _changes_nothing(op: Operator) -> bool:
+def _handed_on(op: Operator) -> Variable | None:
+    """What the operator hands on as it is; of a cast, what it does where the types are equal."""
     if op.domain not in ("", "ai.onnx"):
-        return False
+        return None
+    if op.type in _NEUTRAL:
+        number, slots = _NEUTRAL[op.type]
+        pairs = ((op.input(slot), op.input(1 - slot)) for slot in slots)
+        return next((other for given, other in pairs if _is_neutral(given, number, other)), None)
     if op.type == "Dropout":
         if op.output(1) is not None or op.program.opset() < 7:
-            return False
+            return None
         training = op.input(2)
         known = None if training is None else constant_array(training)
-        return training is None or (known is not None and not known.any())
-    return op.type in _IDENTITIES  # a cast between equal types: the caller compares them
+        if training is not None and (known is None or known.any()):
+            return None
+    return op.input(0)
+
+
+def _is_neutral(variable: Variable | None, number: int, other: Variable | None) -> bool:
+    """Whether this is the number, no parameter, and of no more dimensions than the other operand."""
+    if variable is None or other is None or variable.persistable:
+        return False
+    data = content(variable)
+    shape = None if data is None else tensor_type(data)[1]
+    if shape is None or math.prod(shape) != 1 or (shape and len(shape) > len(other.shape or ())):
+        return False
+    return bool((as_array(data) == number).all())
 
 
 def remove_dead(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> None:
