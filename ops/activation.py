@@ -128,12 +128,12 @@ def hard_sigmoid(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
 @gradient("HardSwish", reads="x0 dy0", native=True)
 def hard_swish(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
     """x * max(0, min(1, x / 6 + 1 / 2)): slope 0 up to -3, 1 from 3 on, x / 3 + 1 / 2 between."""
-    ramp = e.Mul(dy, rounded_once(e, _ramp, x, 4.0))
-    return [e.Where(_less(e, x, 3.0), e.Where(_greater(e, x, -3.0), ramp, e.like(0, dy)), dy)]
+    return [e.Mul(dy, rounded_once(e, _hard_swish_slope, x, 4.0))]
 
 
-def _ramp(e: Emitter, x: Value) -> Value:
-    return e.Add(e.Mul(x, e.like(1 / 3, x)), e.like(0.5, x))
+def _hard_swish_slope(e: Emitter, x: Value) -> Value:
+    ramp = e.Add(e.Mul(x, e.like(1 / 3, x)), e.like(0.5, x))
+    return e.Where(_less(e, x, 3.0), e.Where(_greater(e, x, -3.0), ramp, e.like(0, x)), e.like(1, x))
 
 
 @gradient("Shrink", reads="x0 dy0", native=True)

@@ -35,6 +35,7 @@ from amp_transpiler.ir.weights import become_constants, not_a_weight
 from amp_transpiler.option_checks import choice
 from amp_transpiler.passes.canonicalize.control_flow import expand_control_flow
 from amp_transpiler.passes.canonicalize.fuse_gelu import fuse_gelus
+from amp_transpiler.passes.canonicalize.fuse_hard_swish import fuse_hard_swishes
 from amp_transpiler.passes.canonicalize.fuse_norm import fuse_layer_norms, keep_root_mean_squares
 from amp_transpiler.passes.canonicalize.fuse_rms import fuse_rms_norms
 from amp_transpiler.passes.canonicalize.fuse_rotary import fuse_rotations
@@ -89,7 +90,7 @@ def prepare_training(
     parameter for all; a matrix and its (transposed) copy are tied again, but for layers of one kind, which are equal
     until they are trained; anonymous parameters get the name of their
     module, and linear layers their layout [out, in] (``restore``); layer norms that were written out (before opset 17),
-    RMS norms, GELUs, SiLUs and rotary positions are one operator again, and slices that make up a tensor one Split.
+    RMS norms, GELUs, SiLUs, hard swishes and rotary positions are one operator again, and slices that make up a tensor one Split.
     RMS norms, SiLUs and rotary positions are those which onnxruntime has at every opset (SimplifiedLayerNormalization,
     QuickGelu, RotaryEmbedding); what is saved for inference has them written out. What exports of attention put in the
     place of NaN goes where no mask can make one: NaN of the scores would be hidden from the loss scaling.
@@ -152,6 +153,7 @@ def prepare_training(
         notes += fuse_layer_norms(program)
         notes += fuse_gelus(program)
         notes += fuse_swishes(program)
+        notes += fuse_hard_swishes(program)
         notes += split_wholes(program)
         notes += fuse_rms_norms(program)
         notes += fuse_rotations(program)
