@@ -95,4 +95,4 @@ def test_its_slope_in_16_bit_takes_no_tensor_in_fp32() -> None:
         cost = main.cost_estimate(amp.CUDAPlace(0), {"x": (1 << 16, 8)})
         bytes_[body] = cost.bytes
     passes, table = (5 + 13) * 2 * 8 * (1 << 16), 2 * (1 << 16)
-    assert bytes_["y = HardSwish(k)"] - bytes_["y = Identity(k)"] <= passes + table + 64
+    assert bytes_["y = HardSwish(k)"] - bytes_["y = Identity(k)"] <= passes + table + 1024
