@@ -57,6 +57,12 @@ def test_what_only_looks_like_one_stays(name: str) -> None:
     assert not fuse_swishes(found) and [op.type for op in found.operators] == before
 
 
+def test_a_number_that_is_trained_stays() -> None:
+    main = program(SWISHES["quick gelu"])
+    told = amp.prepare_training(main, trainable=["quick"])
+    assert told.trainable == ("quick",) and [op.type for op in main.operators] == ["Mul", "Sigmoid", "Mul"]
+
+
 @pytest.mark.parametrize("mode", ["fp32", "mixed", "pure"])
 def test_it_is_trained_and_saved_written_out(mode: str, tmp_path: Path) -> None:
     """The saved model has operators of ONNX alone, and gives what the trained program gives."""

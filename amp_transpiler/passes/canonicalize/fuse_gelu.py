@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.tensors import as_array, tensor_type
-from amp_transpiler.passes.canonicalize.fuse_norm import added_number, remove
+from amp_transpiler.passes.canonicalize.matching import added_number, number, only_reader, remove
 from amp_transpiler.passes.pipeline import Context, Pass
 from amp_transpiler.passes.view.constants import content
 
@@ -53,13 +52,13 @@ def fuse_gelus(program: Graph) -> list[str]:
 
 def _last(bend: Operator, x: Variable) -> Operator | None:
     """The operator that ends in half the product of ``x`` and 1 plus what ``bend`` makes; nobody reads between."""
-    added = _only_reader(bend, "Add")
+    added = only_reader(bend.outputs[0])
     if added is None or added_number(added.outputs[0]) != (bend.outputs[0], 1) or added.outputs[0] is None:
         return None
     last: Operator | None = added
     wanted = (0.5, Counter([x, added.outputs[0]]))
     for _ in range(3):
-        last = None if last is None else _only_reader(last, "Mul")
+        last = None if last is None else only_reader(last.outputs[0])
         if last is not None and _product(last.outputs[0], wanted[1], _STEPS) == wanted:
             made = last.outputs[0]
             return None if made is None or len(made.shape or ()) != len(x.shape or ()) else last
@@ -69,9 +68,9 @@ def _last(bend: Operator, x: Variable) -> Operator | None:
 def _product(variable: Variable | None, leaves: Container[Variable], steps: int) -> tuple[float, Counter[Variable]]:
     """The number and the tensors, ``leaves`` or what no product makes, of which a variable is the product."""
     op = None if variable is None or variable in leaves else variable.producer
-    number = None if variable is None else _number(variable)
-    if number is not None or variable is None:
-        return number or 0.0, Counter()
+    held = number(variable)
+    if held is not None or variable is None:
+        return held or 0.0, Counter()
     if op is None or op.domain or op.type not in ("Mul", "Div") or not steps:
         return 1.0, Counter([variable])
     (a, of_a), (b, of_b) = (_product(v, leaves, steps - 1) for v in op.inputs)
@@ -97,9 +96,9 @@ def _polynomial(variable: Variable | None, x: Variable, steps: int) -> dict[int,
     """The coefficients of a variable that is a polynomial in ``x``, by powers; None where it is none."""
     if variable is None or variable is x:
         return None if variable is None else {1: 1.0}
-    number, op = _number(variable), variable.producer
-    if number is not None:
-        return {0: number} if number else {}
+    held, op = number(variable), variable.producer
+    if held is not None:
+        return {0: held} if held else {}
     if op is None or op.domain or op.type not in ("Add", "Mul", "Div", "Pow") or not steps:
         return None
     a, b = (_polynomial(v, x, steps - 1) for v in op.inputs)
@@ -123,21 +122,6 @@ def _multiplied(a: Mapping[int, float], b: Mapping[int, float]) -> dict[int, flo
         for other, factor in b.items():
             result[power + other] += coefficient * factor
     return dict(result)
-
-
-def _number(variable: Variable) -> float | None:
-    """The number that a constant of one element is."""
-    data = content(variable)
-    return None if data is None or math.prod(tensor_type(data)[1]) != 1 else float(as_array(data).reshape(-1)[0])
-
-
-def _only_reader(op: Operator, type_: str) -> Operator | None:
-    """The operator of this type that alone reads what ``op`` makes, which nobody outside the program sees."""
-    made = op.outputs[0]
-    if made is None or len(made.readers) != 1 or made in op.program.outputs:
-        return None
-    reader, _ = made.readers[0]
-    return reader if reader.type == type_ and not reader.domain else None
 
 
 @dataclass(frozen=True)

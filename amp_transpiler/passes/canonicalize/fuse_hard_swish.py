@@ -7,13 +7,9 @@ that of each part reads and writes tensors of the size of the activation.
 
 from __future__ import annotations
 
-import numpy as np
-
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.tensors import as_array
-from amp_transpiler.passes.canonicalize.fuse_norm import added_number, factor, remove
-from amp_transpiler.passes.view.constants import content
+from amp_transpiler.passes.canonicalize.matching import added_number, factor, number, only_reader, remove
 from amp_transpiler.passes.view.of_type import of_type
 
 TYPE = "HardSwish"
@@ -40,7 +36,7 @@ _Found = tuple[Operator | None, Variable | None]
 
 def _of_sigmoid(gate: Operator) -> _Found:
     """x * HardSigmoid(x), with a slope of a sixth."""
-    x, product = gate.inputs[0], _only_reader(gate)
+    x, product = gate.inputs[0], only_reader(gate.outputs[0])
     slope, half = gate.attrs.get("alpha", 0.2), gate.attrs.get("beta", 0.5)
     if product is None or factor(product, gate.outputs[0]) is not x or half != 0.5 or not _is_sixth(slope):
         return None, None
@@ -50,9 +46,9 @@ def _of_sigmoid(gate: Operator) -> _Found:
 def _of_clip(clip: Operator) -> _Found:
     """x * Clip(x + 3, 0, 6) / 6: the product of x with the sixth, or the sixth of the product with x."""
     x, three = added_number(clip.inputs[0])
-    first = _only_reader(clip)
-    second = None if first is None else _only_reader(first)
-    if three != 3 or [_number(clip.input(1)), _number(clip.input(2))] != [0, 6] or first is None or second is None:
+    first = only_reader(clip.outputs[0])
+    second = None if first is None else only_reader(first.outputs[0])
+    if three != 3 or [number(clip.input(1)), number(clip.input(2))] != [0, 6] or first is None or second is None:
         return None, None
     for product, sixth, gate in ((second, first, first.outputs[0]), (first, second, clip.outputs[0])):
         read = clip.outputs[0] if sixth is first else first.outputs[0]
@@ -63,25 +59,10 @@ def _of_clip(clip: Operator) -> _Found:
 
 def _takes_sixth(op: Operator, read: Variable | None) -> bool:
     if op.type == "Div":
-        return op.input(0) is read and _number(op.input(1)) == 6
-    number = _number(factor(op, read))
-    return number is not None and _is_sixth(number)
+        return op.input(0) is read and number(op.input(1)) == 6
+    share = number(factor(op, read))
+    return share is not None and _is_sixth(share)
 
 
-def _is_sixth(number: float) -> bool:
-    return abs(6 * number - 1) < _OFF
-
-
-def _number(variable: Variable | None) -> float | None:
-    """The one number that a constant holds, if it has no dimension of its own to give."""
-    data = None if variable is None or variable.persistable else content(variable)
-    array = np.zeros(0) if data is None else as_array(data)
-    return float(array.reshape(-1)[0]) if array.size == 1 and array.ndim <= 1 else None
-
-
-def _only_reader(op: Operator) -> Operator | None:
-    made = op.outputs[0]
-    if made is None or len(made.readers) != 1 or made in made.program.outputs:
-        return None
-    reader = made.readers[0][0]
-    return None if reader.domain else reader
+def _is_sixth(share: float) -> bool:
+    return abs(6 * share - 1) < _OFF

@@ -8,16 +8,15 @@ the mean off the mean of squares. As one operator it is computed in fp32 inside,
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from amp_transpiler.ir.adjacency import successors
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import constant_array, static
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.metadata import FULL
 from amp_transpiler.ir.nodes import Operator, Shape, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
-from amp_transpiler.ir.tensors import as_array, tensor_type
+from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.passes.canonicalize.matching import added_number, maker, number, reduced_axes, remove, squares
 from amp_transpiler.passes.pipeline import Context, Pass
 from amp_transpiler.passes.view.constants import content
 from amp_transpiler.passes.view.of_type import of_type
@@ -95,14 +94,6 @@ def keep_root_mean_squares(program: Graph) -> list[str]:
     return [f"{count} RMS norms that are written out keep their statistics in fp32"] if count else []
 
 
-def squares(op: Operator) -> bool:
-    """Whether a Mul or Pow squares its first operand."""
-    if op.type == "Mul":
-        return op.input(0) is op.input(1)
-    data = None if op.input(1) is None else content(op.inputs[1])  # type: ignore[arg-type]
-    return data is not None and bool((as_array(data).reshape(-1) == 2).all())
-
-
 def _fuse(norm: _Norm) -> None:
     program, out = norm.last.program, norm.last.outputs[0]
     remove(norm.last, {norm.x, norm.scale, norm.bias})
@@ -123,34 +114,6 @@ def _of_rank(weight: Variable, rank: int) -> Variable:
         return weight.program.add_constant(weight.name, array)
     weight.data, weight.shape = array, array.shape
     return weight
-
-
-def remove(last: Operator, needed: set[Variable]) -> None:
-    """Take out an operator, and those before it, constants too, that nothing else needs then."""
-    program = last.program
-    kept, uses = needed | {*program.outputs, *program.updates.values()}, successors(program.graph)
-    queue = [last]
-    while queue:
-        op = queue.pop()
-        read = [v for v in op.inputs if v is not None]
-        program.remove_operator(op)
-        if op is not last:
-            for made in op.outputs:
-                if made is not None:
-                    program.remove_variable(made)
-        for variable in dict.fromkeys(read):
-            maker = variable.producer
-            if maker is None and variable not in kept:
-                drop_unread(variable)
-            if maker is not None and not any([v is not None and (uses[v.key] or v in kept) for v in maker.outputs]):
-                queue.append(maker)
-
-
-def drop_unread(variable: Variable) -> None:
-    """Remove a constant that nothing reads; nothing else."""
-    unread = variable.producer is None and not variable.program.graph.degree(variable.key)
-    if unread and variable.data is not None and not (variable.persistable or variable.is_input):
-        variable.program.remove_variable(variable)
 
 
 def _found(last: Operator) -> _Norm | None:
@@ -230,36 +193,12 @@ def _fits(weight: Variable, size: Shape) -> bool:
     return ones > 0 and weight.shape == (1,) * ones + size and content(weight) is not None and alone
 
 
-def maker(variable: Variable | None, type_: str) -> Operator | None:
-    """The operator of this type that makes the variable."""
-    op = None if variable is None else variable.producer
-    return op if op is not None and op.type == type_ and not op.domain else None
-
-
-def factor(op: Operator, variable: Variable | None) -> Variable | None:
-    """What a Mul multiplies a variable with; None of another operator."""
-    if op.type != "Mul" or variable not in op.inputs:
-        return None
-    return op.input(1) if op.input(0) is variable else op.input(0)
-
-
 def _split(op: Operator | None, type_: str) -> tuple[Operator | None, Variable | None]:
     """Of a commutative operator: the operator of ``type_`` that makes one operand, and the other operand."""
     for slot in (0, 1) if op is not None else ():
         made = maker(op.input(slot), type_) if op is not None else None
         if made is not None and op is not None:
             return made, op.input(1 - slot)
-    return None, None
-
-
-def added_number(variable: Variable | None, type_: str = "Add") -> tuple[Variable | None, float | None]:
-    """What a number is added to (or joined with by another commutative operator), and the number."""
-    op = maker(variable, type_)
-    for slot in (0, 1) if op is not None else ():
-        other = op.input(slot) if op is not None else None
-        data = None if other is None else content(other)
-        if data is not None and math.prod(tensor_type(data)[1]) == 1 and op is not None:
-            return op.input(1 - slot), float(as_array(data).reshape(-1)[0])
     return None, None
 
 
@@ -288,7 +227,7 @@ def _deviation(variable: Variable | None) -> Operator | None:
     if chosen is None:
         return maker(variable, "Sub")
     found, both = maker(chosen.input(2), "Sub"), maker(chosen.input(0), "And")
-    if found is None or both is None or not _is_zero(chosen.input(1)):
+    if found is None or both is None or number(chosen.input(1)) != 0:
         return None
     equal, finite = maker(both.input(0), "Equal"), maker(both.input(1), "Equal")
     return found if _all_equal(equal, found) and _none_infinite(finite, found.input(1)) else None
@@ -305,15 +244,10 @@ def _all_equal(equal: Operator | None, deviation: Operator) -> bool:
 
 def _none_infinite(equal: Operator | None, mean: Variable | None) -> bool:
     """Whether what is asked is if a mean less itself is 0."""
-    if equal is None or not _is_zero(equal.input(1)):
+    if equal is None or number(equal.input(1)) != 0:
         return False
     nothing = maker(equal.input(0), "Sub")
     return nothing is not None and list(nothing.inputs) == [mean, mean]
-
-
-def _is_zero(variable: Variable | None) -> bool:
-    data = None if variable is None else content(variable)
-    return data is not None and not as_array(data).any()
 
 
 def _squared(variable: Variable | None) -> Variable | None:
@@ -325,21 +259,6 @@ def _squared(variable: Variable | None) -> Variable | None:
 def _keeps(op: Operator) -> bool:
     """Whether a reduction keeps the dimensions that it is over."""
     return bool(op.attrs.get("keepdims", 1) == 1)
-
-
-def reduced_axes(op: Operator) -> list[int] | None:
-    """The axes that an operator reduces, counted from the first and in order; None where they are not known."""
-    read = op.inputs[0]
-    if read is None or read.shape is None:
-        return None
-    if op.type == "GlobalAveragePool":
-        return list(range(2, len(read.shape)))
-    given = op.attrs.get("axes")
-    axes = None if op.input(1) is None else constant_array(op.inputs[1])  # type: ignore[arg-type]
-    if given is None and axes is None:
-        return None
-    rank = len(read.shape)
-    return sorted({int(axis) % rank for axis in (given if given is not None else axes.reshape(-1))})  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,15 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.metadata import FUSED
 from amp_transpiler.ir.nodes import Operator, Shape, Variable
-from amp_transpiler.ir.tensors import as_array
-from amp_transpiler.passes.canonicalize.fuse_norm import added_number, factor, maker, reduced_axes, remove, squares
-from amp_transpiler.passes.view.constants import content
+from amp_transpiler.passes.canonicalize.matching import (
+    added_number,
+    factor,
+    maker,
+    number,
+    reduced_axes,
+    remove,
+    squares,
+)
 from amp_transpiler.passes.view.of_type import of_type
 
 TYPE = "SimplifiedLayerNormalization"
@@ -67,7 +73,7 @@ def _quotient(x: Variable, root: Operator) -> Operator | None:
     for op in _readers(root):
         if op.type == "Div" and op.input(1) is root.outputs[0] and op.input(0) is x:
             return op
-        if op.type == "Reciprocal" or (op.type == "Div" and _is_one(op.input(0))):
+        if op.type == "Reciprocal" or (op.type == "Div" and number(op.input(0)) == 1):
             found = next((product for product in _readers(op) if factor(product, op.outputs[0]) is x), None)
             if found is not None:
                 return found
@@ -77,11 +83,6 @@ def _quotient(x: Variable, root: Operator) -> Operator | None:
 def _readers(op: Operator) -> list[Operator]:
     made = op.outputs[0]
     return [] if made is None else [reader for reader, _ in made.readers if not reader.domain]
-
-
-def _is_one(variable: Variable | None) -> bool:
-    data = None if variable is None else content(variable)
-    return data is not None and bool((as_array(data) == 1).all())
 
 
 def _fuse(norm: _Norm) -> None:

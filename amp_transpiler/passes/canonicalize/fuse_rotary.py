@@ -21,7 +21,7 @@ from amp_transpiler.ir.metadata import FUSED
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.ir.types import FLOATS
-from amp_transpiler.passes.canonicalize.fuse_norm import added_number, factor, maker, remove
+from amp_transpiler.passes.canonicalize.matching import added_number, factor, maker, only_reader, remove
 from amp_transpiler.passes.view.constants import content
 from amp_transpiler.passes.view.of_type import of_type
 
@@ -76,9 +76,9 @@ def _of_both_halves(concat: Operator) -> _Turn | None:
     x, first, second = _halves(negated)
     if x is None or concat.inputs[1:] != [first] or negated is not second or not _along_last(concat):
         return None
-    product = _only_reader(turned)
+    product = only_reader(turned)
     sin = None if product is None else factor(product, turned)
-    total = None if product is None or sin is None else _only_reader(product.outputs[0])
+    total = None if product is None or sin is None else only_reader(product.outputs[0])
     if product is None or sin is None or total is None or total.full_type != "Add":
         return None
     beside = maker(total.input(1) if total.input(0) is product.outputs[0] else total.input(0), "Mul")
@@ -131,12 +131,6 @@ def _along_last(op: Operator) -> bool:
     if x is None or len(x.shape or ()) != 4 or x.dtype != "float32":
         return False
     return int(op.attrs.get("axis", 0)) in (-1, 3)
-
-
-def _only_reader(variable: Variable | None) -> Operator | None:
-    if variable is None or len(variable.readers) != 1 or variable in variable.program.outputs:
-        return None
-    return variable.readers[0][0]
 
 
 def _fixed(variable: Variable) -> bool:

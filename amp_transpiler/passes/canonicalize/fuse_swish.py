@@ -11,7 +11,7 @@ from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import FUSED
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.passes.canonicalize.fuse_norm import added_number, factor, remove
+from amp_transpiler.passes.canonicalize.matching import added_number, factor, remove
 from amp_transpiler.passes.view.of_type import of_type
 
 TYPE = "QuickGelu"

@@ -17,7 +17,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import NORM
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves
-from amp_transpiler.passes.canonicalize.fuse_norm import added_number, remove, squares
+from amp_transpiler.passes.canonicalize.matching import added_number, remove, squares
 from amp_transpiler.passes.view.of_type import of_type
 
 #: The least root of an epsilon: eight steps of float16's smallest numbers, to one of which it is rounded.

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import constant_array, static
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.metadata import NORM
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array
-from amp_transpiler.passes.canonicalize.fuse_norm import added_number, maker, reduced_axes, remove, squares
+from amp_transpiler.passes.canonicalize.matching import added_number, maker, number, reduced_axes, remove, squares
 from amp_transpiler.passes.view.constants import content
 from amp_transpiler.passes.view.of_type import of_type
 
@@ -134,7 +134,7 @@ class _Found:
         """The operators that divide by the root, each with the product that it is (a reciprocal: one for each use)."""
         found = []
         for op, slot in root.readers:
-            if op.type == "Div" and slot == 1 and not _is_one(op.input(0)):
+            if op.type == "Div" and slot == 1 and number(op.input(0)) != 1:
                 found.append((op, op))
                 continue
             made = op.output(0)
@@ -212,8 +212,3 @@ class _Found:
 
     def _integers(self, numbers: Sequence[int]) -> Variable:
         return self.program.add_constant(f"{self.made.name}.axes", np.array(numbers, np.int64))
-
-
-def _is_one(variable: Variable | None) -> bool:
-    array = None if variable is None or variable.is_input else constant_array(variable)
-    return array is not None and array.size == 1 and bool(array.reshape(-1)[0] == 1)

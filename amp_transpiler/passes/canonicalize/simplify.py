@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 from amp_transpiler.ir.adjacency import successors
 from amp_transpiler.ir.decompose import Parts, write_instead
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.proto_residue import listed_inputs
-from amp_transpiler.ir.tensors import as_array, tensor_type
+from amp_transpiler.ir.tensors import tensor_type
 from amp_transpiler.ir.types import ONNX_TYPES
+from amp_transpiler.passes.canonicalize.matching import number
 from amp_transpiler.passes.view.constants import content
 from amp_transpiler.passes.view.of_type import of_type
 
@@ -86,9 +85,9 @@ def _handed_on(op: Operator) -> Variable | None:
     if op.domain not in ("", "ai.onnx"):
         return None
     if op.type in _NEUTRAL:
-        number, slots = _NEUTRAL[op.type]
+        neutral, slots = _NEUTRAL[op.type]
         pairs = ((op.input(slot), op.input(1 - slot)) for slot in slots)
-        return next((other for given, other in pairs if _is_neutral(given, number, other)), None)
+        return next((other for given, other in pairs if _is_neutral(given, neutral, other)), None)
     if op.type == "Dropout":
         if op.output(1) is not None or op.program.opset() < 7:
             return None
@@ -99,15 +98,12 @@ def _handed_on(op: Operator) -> Variable | None:
     return op.input(0)
 
 
-def _is_neutral(variable: Variable | None, number: int, other: Variable | None) -> bool:
-    """Whether this is the number, no parameter, and of no more dimensions than the other operand."""
-    if variable is None or other is None or variable.persistable:
+def _is_neutral(variable: Variable | None, neutral: int, other: Variable | None) -> bool:
+    """Whether this is the neutral number, of no more dimensions than the other operand."""
+    if variable is None or other is None or number(variable) != neutral:
         return False
-    data = content(variable)
-    shape = None if data is None else tensor_type(data)[1]
-    if shape is None or math.prod(shape) != 1 or (shape and len(shape) > len(other.shape or ())):
-        return False
-    return bool((as_array(data) == number).all())
+    rank = len(tensor_type(content(variable))[1])
+    return not rank or rank <= len(other.shape or ())
 
 
 def remove_dead(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> None:

@@ -15,7 +15,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.types import FLOATS
-from amp_transpiler.passes.canonicalize.fuse_norm import drop_unread
+from amp_transpiler.passes.canonicalize.matching import drop_unread
 from amp_transpiler.passes.view.of_type import of_type
 
 

@@ -16,7 +16,7 @@ from amp_transpiler.ir.decompose import write_instead
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.lists import place_kinds, place_traits
-from amp_transpiler.passes.canonicalize.fuse_norm import maker, squares
+from amp_transpiler.passes.canonicalize.matching import maker, squares
 from amp_transpiler.passes.pipeline import Context, Pass, option
 from amp_transpiler.passes.view.of_type import of_type
 from amp_transpiler.passes.view.typing import programs

@@ -1,0 +1,98 @@
+"""Small questions that rewritings ask of the operators around one, and what takes out those that they replace."""
+
+from __future__ import annotations
+
+import math
+
+from amp_transpiler.ir.adjacency import successors
+from amp_transpiler.ir.infer import constant_array
+from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.tensors import as_array, tensor_type
+from amp_transpiler.passes.view.constants import content
+
+
+def maker(variable: Variable | None, type_: str) -> Operator | None:
+    """The operator of this type that makes the variable."""
+    op = None if variable is None else variable.producer
+    return op if op is not None and op.type == type_ and not op.domain else None
+
+
+def factor(op: Operator, variable: Variable | None) -> Variable | None:
+    """What a Mul multiplies a variable with; None of another operator."""
+    if op.type != "Mul" or variable not in op.inputs:
+        return None
+    return op.input(1) if op.input(0) is variable else op.input(0)
+
+
+def number(variable: Variable | None) -> float | None:
+    """The number that a constant of one element holds; None of a parameter, which may come to hold another."""
+    data = None if variable is None or variable.persistable else content(variable)
+    return None if data is None or math.prod(tensor_type(data)[1]) != 1 else float(as_array(data).reshape(-1)[0])
+
+
+def added_number(variable: Variable | None, type_: str = "Add") -> tuple[Variable | None, float | None]:
+    """What a number is added to (or joined with by another commutative operator), and the number."""
+    op = maker(variable, type_)
+    for slot in (0, 1) if op is not None else ():
+        found = None if op is None else number(op.input(slot))
+        if op is not None and found is not None:
+            return op.input(1 - slot), found
+    return None, None
+
+
+def only_reader(variable: Variable | None) -> Operator | None:
+    """The operator that alone reads what nobody outside the program sees."""
+    if variable is None or len(variable.readers) != 1 or variable in variable.program.outputs:
+        return None
+    return variable.readers[0][0]
+
+
+def squares(op: Operator) -> bool:
+    """Whether a Mul or Pow squares its first operand."""
+    if op.type == "Mul":
+        return op.input(0) is op.input(1)
+    data = None if op.input(1) is None else content(op.inputs[1])  # type: ignore[arg-type]
+    return data is not None and bool((as_array(data).reshape(-1) == 2).all())
+
+
+def reduced_axes(op: Operator) -> list[int] | None:
+    """The axes that an operator reduces, counted from the first and in order; None where they are not known."""
+    read = op.inputs[0]
+    if read is None or read.shape is None:
+        return None
+    if op.type == "GlobalAveragePool":
+        return list(range(2, len(read.shape)))
+    given = op.attrs.get("axes")
+    axes = None if op.input(1) is None else constant_array(op.inputs[1])  # type: ignore[arg-type]
+    if given is None and axes is None:
+        return None
+    rank = len(read.shape)
+    return sorted({int(axis) % rank for axis in (given if given is not None else axes.reshape(-1))})  # type: ignore[union-attr]
+
+
+def remove(last: Operator, needed: set[Variable]) -> None:
+    """Take out an operator, and those before it, constants too, that nothing else needs then."""
+    program = last.program
+    kept, uses = needed | {*program.outputs, *program.updates.values()}, successors(program.graph)
+    queue = [last]
+    while queue:
+        op = queue.pop()
+        read = [v for v in op.inputs if v is not None]
+        program.remove_operator(op)
+        if op is not last:
+            for made in op.outputs:
+                if made is not None:
+                    program.remove_variable(made)
+        for variable in dict.fromkeys(read):
+            maker = variable.producer
+            if maker is None and variable not in kept:
+                drop_unread(variable)
+            if maker is not None and not any([v is not None and (uses[v.key] or v in kept) for v in maker.outputs]):
+                queue.append(maker)
+
+
+def drop_unread(variable: Variable) -> None:
+    """Remove a constant that nothing reads; nothing else."""
+    unread = variable.producer is None and not variable.program.graph.degree(variable.key)
+    if unread and variable.data is not None and not (variable.persistable or variable.is_input):
+        variable.program.remove_variable(variable)
