@@ -86,8 +86,12 @@ def _handed_on(op: Operator) -> Variable | None:
         return None
     if op.type in _NEUTRAL:
         neutral, slots = _NEUTRAL[op.type]
-        pairs = ((op.input(slot), op.input(1 - slot)) for slot in slots)
-        return next((other for given, other in pairs if _is_neutral(given, neutral, other)), None)
+        for slot in slots:
+            given = op.input(slot)
+            computed = given is not None and given.producer is not None and given.producer.type != "Constant"  # as most
+            if not computed and _is_neutral(given, neutral, op.input(1 - slot)):
+                return op.input(1 - slot)
+        return None
     if op.type == "Dropout":
         if op.output(1) is not None or op.program.opset() < 7:
             return None
