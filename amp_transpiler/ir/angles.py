@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 
-from amp_transpiler.ir.copies import producer_past_copies, readers_past_copies
+from amp_transpiler.ir.copies import original, readers_past_copies
 from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.tensors import as_array
@@ -51,16 +51,16 @@ def _are_waves(rows: np.ndarray) -> bool:
 
 def _is_turned(variable: Variable) -> bool:
     """Whether all that reads it are products that meet a product with the other of the two."""
-    found = [variable.readers and _meets(variable, op.output(0)) for op, _ in variable.readers if op.type == "Mul"]
-    return bool(found) and len(found) == len(variable.readers) and all(found)
+    readers = [op for op, _ in readers_past_copies(variable)]
+    return bool(readers) and all(op.type == "Mul" and _meets(variable, op.output(0)) for op in readers)
 
 
 def _meets(variable: Variable, made: Variable | None) -> bool:
     """Whether what reads a product of the tensor adds a product of another one, with which its squares make one."""
     for op, slot in readers_past_copies(made):
         other = op.input(1 - slot) if op.type in ("Add", "Sub") and isinstance(slot, int) else None
-        product = producer_past_copies(other)
-        if product is not None and any(v is not None and _completes(variable, v) for v in product.inputs):
+        product = None if other is None else original(other).producer
+        if product is not None and any(_completes(variable, original(v)) for v in product.inputs if v is not None):
             return True
     return False
 

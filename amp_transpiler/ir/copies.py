@@ -16,13 +16,13 @@ def readers_past_copies(variable: Variable | None) -> Iterator[tuple[Operator, i
             yield op, slot
 
 
-def producer_past_copies(variable: Variable | None) -> Operator | None:
-    """The operator that made the variable, or what it is a copy of."""
-    op = None if variable is None else variable.producer
-    while op is not None and _copies(op):
-        read = op.input(0)
-        op = None if read is None else read.producer
-    return op
+def original(variable: Variable) -> Variable:
+    """What the variable is a copy of; itself where it is none."""
+    op = variable.producer
+    while op is not None and _copies(op) and op.inputs[0] is not None:
+        variable = op.inputs[0]
+        op = variable.producer
+    return variable
 
 
 def _copies(op: Operator) -> bool:

@@ -259,3 +259,61 @@ def test_what_cannot_be_is_no_weight() -> None:
     text = "net (float[2,4] x, bool some) => (float[2,4] y) { h = Mul(x, w) y = Where(some, h, never) }"
     made = program(text, w=np.full((2, 4), 1.5, np.float32), never=np.full((2, 4), np.nan, np.float32))
     assert reasons(made, "w", "never") == ["", "a mask"]
+
+
+def test_numbers_are_no_weights() -> None:
+    rng = np.random.default_rng(0)
+    text = f"""
+      net (float[1,2,4,4] x, float[1,3] position) => (float[1,2,4,4] y, float[1,3,2] angle)
+        <float[2] scale = {{1.0, 1.0}}, float[2] bias = {{0.0, 0.0}}, float[2] mean = {{0.1, 0.2}},
+         float[2] var = {{1.0, 2.0}}, float[4,4] causal = {{{", ".join(["0", "-3.4e38"] * 8)}}},
+         int64[1] two = {{2}}>
+      {{
+        n = BatchNormalization(x, scale, bias, mean, var)
+        m = Add(n, causal)
+        y = Add(m, real)
+        p = Unsqueeze(position, two)
+        f = Mul(p, frequencies)
+        angle = Cos(f)
+      }}"""
+    real, frequencies = (rng.normal(size=size).astype(np.float32) for size in ((4, 4), (1, 2)))
+    made = program(text, real=real, frequencies=frequencies)
+    found = {v.name: not_a_weight(v) for v in made.variables if v.data is not None and v.dtype == "float32"}
+    assert found == {
+        "scale": "",
+        "bias": "",
+        "mean": "statistics",
+        "var": "statistics",
+        "causal": "a mask",
+        "real": "",
+        "frequencies": "the frequencies of an angle",
+    }
+    assert {v.name for v in made.parameters} == {"scale", "bias", "real"}
+    assert {v.name for v in made.variables if v.persistable} == {"scale", "bias", "real", "mean", "var"}
+
+
+MOVED_NUMBERS = {
+    "a causal half": ("a mask", "[4,4]", ["0", "-3.4e38"] * 8, "t = Trilu(c)  y = Add(x, t)"),
+    "a part of a mask": (
+        "a mask",
+        "[4,4]",
+        ["0", "-3.4e38"] * 8,
+        "t, u = Split<axis=0, num_outputs=2>(c)  y = Add(x, t)",
+    ),
+    "two frequencies": (
+        "the frequencies of an angle",
+        "[4]",
+        ["0.5"] * 4,
+        "s, t = Split<num_outputs=2>(c)  u = Sin(s)  v = Cos(t)  y = Add(u, v)",
+    ),
+    "half frequencies": ("", "[4]", ["0.5"] * 4, "s, t = Split<num_outputs=2>(c)  u = Sin(s)  y = Add(u, t)"),
+    "a dropped weight": ("", "[4,4]", ["0.5"] * 16, "t = Dropout(c)  y = MatMul(x, t)"),
+    "a table": ("", "[4,4]", ["0.5"] * 16, "i = ArgMax(x)  t = Gather(c, i)  y = Sin(t)"),
+}
+
+
+@pytest.mark.parametrize("name", MOVED_NUMBERS)
+def test_numbers_that_are_moved_first_are_no_weights(name: str) -> None:
+    reason, shape, numbers, nodes = MOVED_NUMBERS[name]
+    made = program(f"net (float[4,4] x) => (float[N] y) <float{shape} c = {{{', '.join(numbers)}}}> {{ {nodes} }}")
+    assert not_a_weight(made.var("c")) == reason

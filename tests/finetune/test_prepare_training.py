@@ -9,7 +9,6 @@ import onnx
 import pytest
 
 import amp_transpiler as amp
-from amp_transpiler.ir.weights import not_a_weight
 from amp_transpiler.nn import functional as F
 
 
@@ -117,61 +116,6 @@ def test_patterns_choose_by_name_and_by_reader() -> None:
     exe.run(program, feed={"ids": np.array([3, 1])}, fetch_list=[loss], scope=scope)
     for name, value in before.items():
         assert (np.array_equal(scope.find_var(name), value)) == (name in told.frozen), name
-
-
-def test_numbers_are_no_weights() -> None:
-    program = load(f"""
-      net (float[1,2,4,4] x, float[1,3] position) => (float[1,2,4,4] y, float[1,3,2] angle)
-        <float[2] scale = {{1.0, 1.0}}, float[2] bias = {{0.0, 0.0}}, float[2] mean = {{0.1, 0.2}},
-         float[2] var = {{1.0, 2.0}}, float[4,4] causal = {{{", ".join(["0", "-3.4e38"] * 8)}}},
-         float[4,4] real = {floats(4, 4)}, float[1,2] frequencies = {floats(1, 2)}, int64[1] two = {{2}}>
-      {{
-        n = BatchNormalization(x, scale, bias, mean, var)
-        m = Add(n, causal)
-        y = Add(m, real)
-        p = Unsqueeze(position, two)
-        f = Mul(p, frequencies)
-        angle = Cos(f)
-      }}""")
-    reasons = {v.name: not_a_weight(v) for v in program.variables if v.data is not None and v.dtype == "float32"}
-    assert reasons == {
-        "scale": "",
-        "bias": "",
-        "mean": "statistics",
-        "var": "statistics",
-        "causal": "a mask",
-        "real": "",
-        "frequencies": "the frequencies of an angle",
-    }
-    assert {v.name for v in program.parameters} == {"scale", "bias", "real"}
-    assert {v.name for v in program.variables if v.persistable} == {"scale", "bias", "real", "mean", "var"}
-
-
-MOVED_NUMBERS = {
-    "a causal half": ("a mask", "[4,4]", ["0", "-3.4e38"] * 8, "t = Trilu(c)  y = Add(x, t)"),
-    "a part of a mask": (
-        "a mask",
-        "[4,4]",
-        ["0", "-3.4e38"] * 8,
-        "t, u = Split<axis=0, num_outputs=2>(c)  y = Add(x, t)",
-    ),
-    "two frequencies": (
-        "the frequencies of an angle",
-        "[4]",
-        ["0.5"] * 4,
-        "s, t = Split<num_outputs=2>(c)  u = Sin(s)  v = Cos(t)  y = Add(u, v)",
-    ),
-    "half frequencies": ("", "[4]", ["0.5"] * 4, "s, t = Split<num_outputs=2>(c)  u = Sin(s)  y = Add(u, t)"),
-    "a dropped weight": ("", "[4,4]", ["0.5"] * 16, "t = Dropout(c)  y = MatMul(x, t)"),
-    "a table": ("", "[4,4]", ["0.5"] * 16, "i = ArgMax(x)  t = Gather(c, i)  y = Sin(t)"),
-}
-
-
-@pytest.mark.parametrize("name", MOVED_NUMBERS)
-def test_numbers_that_are_moved_first_are_no_weights(name: str) -> None:
-    reason, shape, numbers, nodes = MOVED_NUMBERS[name]
-    program = load(f"net (float[4,4] x) => (float[N] y) <float{shape} c = {{{', '.join(numbers)}}}> {{ {nodes} }}")
-    assert not_a_weight(program.var("c")) == reason
 
 
 def test_weights_in_constants_and_nested_graphs_become_parameters() -> None:

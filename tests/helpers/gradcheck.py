@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import onnx
 from hypothesis import settings
+from hypothesis import strategies as st
 
 import amp_transpiler.ops  # noqa: F401  (fills the operator table)
 from amp_transpiler.ir.infer import Declared, infer_operator
@@ -45,6 +46,7 @@ SMALLEST = {"float16": 2.0**-25, "bfloat16": 2.0**-134}
 
 #: For hypothesis: the same few examples in every run.
 few = settings(max_examples=10, derandomize=True, deadline=None, database=None)
+seeds = st.integers(0, 2**32 - 1)
 
 
 @dataclass
@@ -365,3 +367,8 @@ def gradient_model(
 ) -> onnx.ModelProto:
     """The gradient rule of one operator as it is emitted for a place."""
     return _one(type_, inputs, dtype, attrs, wrt).model(place)
+
+
+def normal(seed: int, *shapes: tuple[int, ...]) -> list[np.ndarray]:
+    rng = np.random.default_rng([seed, 1])  # not the stream that dy comes from
+    return [rng.normal(size=shape) for shape in shapes]

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 
 from amp_transpiler.errors import GradientError
 from tests.helpers.forwardcheck import check_forward
-from tests.helpers.gradcheck import check_gradient, few, gradient_model, gradient_values
+from tests.helpers.gradcheck import check_gradient, few, gradient_model, gradient_values, seeds
 from tests.helpers.rules import run_cpu
 
 pytestmark = pytest.mark.rules
 
 Shape = tuple[int, ...]
-seeds = st.integers(0, 2**32 - 1)
 
 
 @st.composite

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from scipy import special
 
 from tests.helpers.forwardcheck import check_forward
-from tests.helpers.gradcheck import Case, Gradient, check_gradient, few, gradient_model, gradient_values
+from tests.helpers.gradcheck import Case, Gradient, check_gradient, few, gradient_model, gradient_values, seeds
 from tests.helpers.node_by_node import node_by_node
 from tests.helpers.rules import typed_feeds
 
 pytestmark = pytest.mark.rules
 
 Shape = tuple[int, ...]
-seeds = st.integers(0, 2**32 - 1)
 
 
 @st.composite

@@ -17,10 +17,9 @@ from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.program import Program
 from tests.helpers.cuda_kernels import without_cuda_kernel
-from tests.helpers.gradcheck import few
+from tests.helpers.gradcheck import few, seeds
 from tests.helpers.rules import as_model, emit, run_cpu, run_reference, tensor_info
 
-seeds = st.integers(0, 2**32 - 1)
 HALF = ["float16", "bfloat16"]
 
 

@@ -17,6 +17,7 @@ HEAD += "float scale = {0.7978846}, float cubic = {0.044715}, float other = {0.0
 ERF = "{ s = Div(x, root)  f = Erf(s)  a = Add(f, one)  "
 GELUS = {
     "product first": ERF + "p = Mul(x, a)  y = Mul(p, half) }",
+    "divided by two": ERF + "p = Mul(x, a)  y = Div(p, two) }",
     "half of x first": ERF + "h = Mul(half, x)  y = Mul(h, a) }",
     "half of the sum first": ERF + "h = Mul(a, half)  y = Mul(x, h) }",
     "multiplied by the root's inverse": "{ s = Mul(inverse, x)  f = Erf(s)  a = Add(one, f)  p = Mul(a, x)  y = Mul(p, half) }",

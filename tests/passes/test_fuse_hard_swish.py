@@ -15,6 +15,7 @@ from tests.helpers.slopes import slope
 
 HEAD = '<ir_version: 8, opset_import: ["" : 20]> g (float[batch, 8] x) => (float[batch, 8] y) '
 HEAD += "<float three = {3}, float zero = {0}, float six = {6}, float sixth = {0.16666667}, float[1, 1] wide = {3}, "
+HEAD += "float[1, 1, 1] deep = {3}, int64[1] first = {0}, "
 HEAD += "float rough = {0.1667}, float[8] each = {6, 6, 6, 6, 6, 6, 6, 3}> "
 GATE = "{ a = Add(x, three)  c = Clip(a, zero, six)  "
 SWISHES = {
@@ -35,6 +36,8 @@ OTHERS = {
     "moved otherwise": GATE.replace("three", "six") + "p = Mul(x, c)  y = Div(p, six) }",
     "bounded otherwise": GATE.replace("Clip(a, zero, six)", "Clip(a, zero, three)")
     + "p = Mul(x, c)  y = Div(p, six) }",
+    "with a dimension more": GATE.replace("Add(x, three)", "Add(x, deep)") + "p = Mul(x, c)  z = Div(p, six)  "
+    "y = ReduceSum <keepdims = 0> (z, first) }",
     "its square": GATE + "s = Div(c, six)  y = Mul(s, s) }",
     "by a steeper hard sigmoid": "{ s = HardSigmoid <alpha = 0.2> (x)  y = Mul(s, x) }",
     "by a hard sigmoid beside it": "{ s = HardSigmoid <alpha = 0.16666667, beta = 0.4> (x)  y = Mul(s, x) }",

@@ -22,8 +22,10 @@ def fuse_hard_swishes(program: Graph) -> list[str]:
     count = 0
     for gate in of_type(program, "Clip", "HardSigmoid"):
         last, x = _of_clip(gate) if gate.type == "Clip" else _of_sigmoid(gate)
-        if last is not None and x is not None and x.dtype == "float32":
-            out = last.outputs[0]
+        out = None if last is None else last.outputs[0]
+        if last is None or x is None or out is None or x.dtype != "float32":
+            continue
+        if len(out.shape or ()) == len(x.shape or ()):  # no number gave it another dimension
             remove(last, {x})
             program.add_operator(TYPE, [x], [out], name=last.name, like=last)
             count += 1

@@ -1,0 +1,113 @@
+"""Gradient rules of normalisations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers.gradcheck import check_gradient, few, normal, seeds
+
+pytestmark = pytest.mark.rules
+
+#: At the operator set of training programs these operators have no bfloat16 in their schema.
+FP16 = ("float16",)
+
+
+@st.composite
+def images(draw: st.DrawFn, min_rank: int = 0, divisible: int = 1) -> tuple[int, ...]:
+    """At least 6 elements a channel: with fewer, the gradient through the statistics cancels almost to nothing."""
+    spatial = draw(st.lists(st.integers(2, 4), min_size=min_rank, max_size=3))
+    lengthened = [6, *spatial[1:]] if spatial else []
+    return (draw(st.integers(2, 4)) if spatial else 8, divisible * draw(st.integers(1, 3)), *lengthened)
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["one-type", "fp32-statistics"])
+@pytest.mark.parametrize("training", [0, 1], ids=["frozen", "training"])
+@few
+@given(shape=images(), epsilon=st.sampled_from([1e-3, 0.1]), seed=seeds)
+def test_batch_normalization(training: int, mixed: bool, shape: tuple[int, ...], epsilon: float, seed: int) -> None:
+    channels = (shape[1],)
+    x, scale, bias, mean, var = normal(seed, shape, *[channels] * 4)
+    check_gradient(
+        "BatchNormalization",
+        [x, scale, bias, mean, np.abs(var) + 0.2],
+        attrs={"training_mode": training, "epsilon": epsilon},
+        outputs=3 if training else 1,
+        wrt=(0, 1, 2, 3, 4),  # statistics may be computed: of weights that are standardised
+        keep_fp32=(1, 2, 3, 4) if mixed else (),
+    )
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["one-type", "fp32-scale"])
+@few
+@given(shape=st.lists(st.integers(3, 5), min_size=1, max_size=4), bias=st.booleans(), data=st.data(), seed=seeds)
+def test_layer_normalization(mixed: bool, shape: list[int], bias: bool, data: st.DataObject, seed: int) -> None:
+    axis = data.draw(st.integers(-len(shape), len(shape) - 1))
+    tail = tuple(shape[axis:])
+    inputs = normal(seed, tuple(shape), tail, tail)[: 3 if bias else 2]
+    check_gradient(
+        "LayerNormalization", inputs, attrs={"axis": axis, "epsilon": 1e-2}, keep_fp32=(1, 2) if mixed else ()
+    )
+
+
+def rms_normalization(axis: int, epsilon: float) -> Any:
+    def forward(x: np.ndarray, scale: np.ndarray) -> list[np.ndarray]:
+        axes = tuple(range(axis % x.ndim, x.ndim))
+        return [x / np.sqrt((x**2).mean(axes, keepdims=True) + epsilon) * scale]
+
+    return forward
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["one-type", "fp32-scale"])
+@few
+@given(shape=st.lists(st.integers(3, 5), min_size=1, max_size=4), data=st.data(), seed=seeds)
+def test_rms_normalization(mixed: bool, shape: list[int], data: st.DataObject, seed: int) -> None:
+    axis = data.draw(st.integers(-len(shape), len(shape) - 1))
+    check_gradient(
+        "SimplifiedLayerNormalization",
+        normal(seed, tuple(shape), tuple(shape[axis:])),
+        attrs={"axis": axis, "epsilon": 1e-2},
+        forward=rms_normalization(axis, 1e-2),
+        keep_fp32=(1,) if mixed else (),
+    )
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["one-type", "fp32-scale"])
+@few
+@given(shape=images(min_rank=1), seed=seeds)
+def test_instance_normalization(mixed: bool, shape: tuple[int, ...], seed: int) -> None:
+    x, scale, bias = normal(seed, shape, shape[1:2], shape[1:2])
+    check_gradient(
+        "InstanceNormalization", [x, scale, bias], attrs={"epsilon": 1e-3}, half=FP16, keep_fp32=(1, 2) if mixed else ()
+    )
+
+
+def group_normalization(groups: int, epsilon: float) -> Any:
+    """GroupNormalization in float64; the operator's own function computes in fp32."""
+
+    def forward(x: np.ndarray, scale: np.ndarray, bias: np.ndarray) -> list[np.ndarray]:
+        split = x.reshape(x.shape[0], groups, -1)
+        centred = split - split.mean(2, keepdims=True)
+        normal = (centred / np.sqrt((centred**2).mean(2, keepdims=True) + epsilon)).reshape(x.shape)
+        column = (1, -1, *[1] * (x.ndim - 2))
+        return [normal * scale.reshape(column) + bias.reshape(column)]
+
+    return forward
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["one-type", "fp32-scale"])
+@few
+@given(shape=images(min_rank=1, divisible=2), groups=st.sampled_from([1, 2]), seed=seeds)
+def test_group_normalization(mixed: bool, shape: tuple[int, ...], groups: int, seed: int) -> None:
+    x, scale, bias = normal(seed, shape, shape[1:2], shape[1:2])
+    check_gradient(
+        "GroupNormalization",
+        [x, scale, bias],
+        attrs={"num_groups": groups, "epsilon": 1e-3},
+        forward=group_normalization(groups, 1e-3),
+        keep_fp32=(1, 2) if mixed else (),
+    )
