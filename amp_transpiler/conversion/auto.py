@@ -8,7 +8,7 @@ tells what operators add to the error, and a search on a budget of runs (:mod:`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import LIMITS
 from amp_transpiler.passes.numerics.constraints import Constraints
+from amp_transpiler.passes.numerics.mask_constants import masked_tensors
 from amp_transpiler.passes.partition.assign_precision import Assignment
 from amp_transpiler.passes.pipeline import Context, Pass, Property, Value
 from amp_transpiler.passes.view.constants import saturate
@@ -118,7 +119,7 @@ class _Search:
         """The conversion."""
         first = self._measured(self._converted({}))
         assert first.measurement is not None
-        self.tensors = unsafe(first.measurement, self.dtype)
+        self.tensors = unsafe(first.measurement, self.dtype, masked_tensors(self.program, self.dtype))
         if self.tensors:
             self._note(first, f"; {len(self.tensors)} tensors do not fit {self.dtype}")
             first = self._measured(self._converted({}))
@@ -253,14 +254,13 @@ def _saturated(program: Program, options: ConversionOptions) -> Program:
     return copy
 
 
-def unsafe(found: Measurement, dtype: str) -> dict[str, Reason]:
-    """Tensors that the data shows not to fit the format, with the reason."""
+def unsafe(found: Measurement, dtype: str, masked: Collection[str]) -> dict[str, Reason]:
+    """Tensors that the data shows not to fit the format, with the reason; ``masked``: those with masked places."""
     reasons: dict[str, Reason] = {}
     limits = LIMITS[dtype]
     for name, t in found.tensors.items():
-        # saturated, and exactly there, but for the scores that are added to it
-        mask = abs(t.largest - limits.largest) < limits.overflow - limits.largest
-        if t.largest * MARGIN > limits.largest and math.isfinite(t.largest) and not mask:
+        margin = 1.0 if name in masked else MARGIN  # a mask takes what there is, with what is added to it
+        if t.largest * margin > limits.largest and math.isfinite(t.largest):
             detail = (f"{t.largest:.3g}", dtype, f"{limits.largest:.5g}")
             reasons[name] = Reason(Kind.REACHES, name, detail)
         elif t.rounding > SINKS * limits.epsilon:

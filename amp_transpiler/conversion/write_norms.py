@@ -11,6 +11,7 @@ from amp_transpiler.passes.canonicalize.fuse_norm import fuse_layer_norms
 from amp_transpiler.passes.canonicalize.hypotenuses import write_hypotenuses
 from amp_transpiler.passes.canonicalize.root_mean_squares import write_as_norms
 from amp_transpiler.passes.canonicalize.simplify import remove_dead
+from amp_transpiler.passes.canonicalize.unit_vectors import write_unit_vectors
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.view.typing import programs
 
@@ -20,7 +21,7 @@ _LAYER_NORM = 17
 
 @dataclass(frozen=True)
 class WriteNorms(Pass):
-    """Norms, mean squares and magnitudes that are written out become operators that compute in fp32 inside."""
+    """Norms, mean squares, magnitudes and lengths that are written out become operators that compute in fp32 inside."""
 
     name = "write-norms"
     needs = (Property.TYPED, Property.CONSTANTS, OPTIONS)
@@ -37,6 +38,7 @@ class WriteNorms(Pass):
                 context.notes += fuse_layer_norms(each, names, keep)
             if options.dtype == "float16" and options.numeric_guards:  # bfloat16 has too few digits for a whole row
                 write_as_norms(each, names, keep)
+                write_unit_vectors(each, names, keep)
                 write_hypotenuses(each, names, keep)
         if graph.version != before:
             remove_dead(graph, names, keep)

@@ -88,7 +88,7 @@ class Kind(Enum):
     COUNTS = "integer-valued: it computes with the integers of '{subject}'"
     BECOMES_INTEGER = "becomes an integer in '{subject}'"
     MASK = "'{subject}' is a mask"
-    TWO_MASKS = "adds two masks, each with the smallest number of the format"
+    MASKS = "adds masks in a sum of more than share the range of the format"
     PARAMETER_MASK = "parameter '{subject}' holds a mask beyond {detail}"
     CONSTANT_BEYOND = "constant '{subject}' holds {detail}, beyond {detail}"
     CONSTANT_VANISHES = "constant '{subject}' holds {detail}, which is 0 in {detail}"

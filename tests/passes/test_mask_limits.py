@@ -46,6 +46,9 @@ MASKS = {
                     else_branch = e () => (float[2,4] ev) { ev = Identity(low2) }>
         a = Add(x, m)  y = Softmax(a)""",
 }
+#: Those to which something is added, and that share the range with it.
+ADDED = frozenset({"where, then added", "one minus", "truth times", "subtracted", "filled", "a softmax written out"})
+ADDED |= {"held in 32 bits by its author", "out of a branch"}
 CONSTANTS = """float low = {-3.4028235e38}, float high = {1e9}, float zero = {0}, float one = {1}, float eight = {8},
     int64[1] last = {-1}, int64[1] first = {0}, int64[1] four = {4}, int64[2] shape = {2, 4},
     int64[4] pads = {0, 1, 0, 1}"""
@@ -70,7 +73,7 @@ def test_a_mask_takes_the_limit_of_the_format(pattern: str, dtype: str) -> None:
     p = masked(MASKS[pattern])
     expected = run(p, FEEDS)[0]
     constraints = of_constants(p, dtype)
-    limit = 65504.0 if dtype == "float16" else 3.3895313892515355e38
+    limit = (65504.0 if dtype == "float16" else 3.3895313892515355e38) / (2 if pattern in ADDED else 1)
     if dtype == "float16":
         assert constraints.replaced
         assert constraints.tensors == {}
@@ -95,6 +98,42 @@ def test_a_row_that_is_masked_throughout_is_no_nan() -> None:
     expected = run(p, feeds)[0]
     assert np.allclose(run_faithful(convert(p, of_constants(p)), feeds)[0], expected, atol=2e-3)
     assert np.allclose(expected[0], 0.25)
+
+
+def test_a_row_that_is_masked_throughout_is_no_nan_below_scores_of_any_sign() -> None:
+    p = masked("a = Where(c, zero, low)  b = MatMul(x, w)  d = Add(b, a)  y = Softmax(d)")
+    feeds = {**FEEDS, "x": np.float32([[-300, -200, -400, -250]] * 2), "c": np.array([[False] * 4, [True] * 4])}
+    expected = run(p, feeds)[0]
+    assert np.allclose(expected[0], 0.25)  # -3.4e38 less 300 is -3.4e38
+    got = run_faithful(convert(p, of_constants(p)), feeds)[0]
+    assert np.isfinite(got).all() and np.allclose(got[1], expected[1], atol=2e-3)
+
+
+COMPARED = {
+    "to be told apart": """f = Cast<to = 1>(seen)  s = Add(corner, f)  e = Equal(s, zero)  a = Where(e, low, corner)
+        b = Add(x, a)  y = Softmax(b)""",
+    "greater": "k = Greater(corner, one)  n = Not(k)  a = Where(n, x, corner)  y = Softmax(a)",
+    "below": "e = Less(corner, eight)  a = Where(e, corner, x)  y = Softmax(a)",
+}
+
+
+@pytest.mark.parametrize("pattern", COMPARED)
+def test_a_mask_that_is_compared_with_a_number_is_one(pattern: str) -> None:
+    """Decoders add what is padded to the mask of what is ahead, and look where 0 comes out."""
+    held = "float[2,4] corner = {0, -3.4028235e38, 0, 0, 0, 0, -3.4028235e38, 0}"
+    text = f"{HEAD}\n<{CONSTANTS}, {held}> {{ {COMPARED[pattern]} }}"
+    p = without_parameters(program(text))
+    expected, constraints = run(p, FEEDS)[0], of_constants(p)
+    assert constraints.tensors == {} and "corner" in replaced(constraints)
+    assert np.allclose(run_faithful(convert(p, constraints), FEEDS)[0], expected, atol=2e-3)
+
+
+@pytest.mark.parametrize("other", ["x", "far"])
+def test_a_mask_that_is_compared_with_what_may_be_as_far_is_none(other: str) -> None:
+    held = "float[2,4] corner = {0, -3.4028235e38, 0, 0, 0, 0, -3.4028235e38, 0}, float far = {-1e37}"
+    text = f"e = Less(corner, {other})  a = Where(e, corner, x)  y = Softmax(a)"
+    p = without_parameters(program(f"{HEAD}\n<{CONSTANTS}, {held}> {{ {text} }}"))
+    assert "corner" not in replaced(of_constants(p))
 
 
 NO_MASKS = {

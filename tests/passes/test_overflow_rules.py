@@ -126,8 +126,8 @@ def test_what_fits_is_free(pattern: str) -> None:
 # ---------------------------------------------------------------- powers, sums, exponentials: float16 alone
 
 RANGE = {
-    "gelu": (
-        """c = Pow(x, three)  k = Mul(c, eps)  a = Add(x, k)  b = Mul(a, half)  t = Tanh(b)  o = Add(t, one)
+    "a polynomial of either sign": (
+        """c = Pow(x, three)  k = Mul(c, eps)  a = Sub(x, k)  b = Mul(a, half)  t = Tanh(b)  o = Add(t, one)
         h = Mul(x, half)  g = Mul(h, o)  y = MatMul(g, w)""",
         {
             "c": "raises to the power 3",
@@ -138,7 +138,7 @@ RANGE = {
         },
     ),
     "a cube written out": (
-        "q = Mul(x, x)  c = Mul(q, x)  t = Tanh(c)  y = MatMul(t, w)",
+        "q = Mul(x, x)  c = Mul(q, x)  t = Sigmoid(c)  y = MatMul(t, w)",
         {
             "q": "a square on the way to a higher power",
             "c": "multiplies a number by its square",
@@ -285,20 +285,36 @@ MASKED = {
 }
 
 
-def test_the_sum_of_two_masks_stays_fp32_until_the_softmax() -> None:
-    p = without_parameters(program(TWO_MASKS))
+@pytest.mark.parametrize("beyond", [-1e9, -65504.0])
+@pytest.mark.parametrize("sums", [1, 2, 3])
+def test_masks_that_are_added_share_the_range(sums: int, beyond: float) -> None:
+    """Up to four summands, the scores among them; what more of them make stays fp32 until the softmax."""
+    more = "".join(f"  both{i} = Add(both{i - 1}, {'mn'[i % 2]})" for i in range(2, sums + 1))
+    text = (
+        TWO_MASKS.replace("-1000000000", f"{beyond:.0f}").replace("both", "both1").replace("h, both1", f"h, both{sums}")
+    )
+    p = without_parameters(program(text.replace("  s = ", f"{more}\n  s = ")))
     constraints = gather(p)
-    assert {v.name: limit for v, limit in constraints.replaced.items()} == {"low": -65504.0}
-    assert kept(p, constraints) == {
-        "both": "adds two masks, each with the smallest number of the format",
-        "s": "after Add -> both: adds two masks, each with the smallest number of the format",
-        "y": "after Add -> both: adds two masks, each with the smallest number of the format",
-    }
+    assert {v.name: limit for v, limit in constraints.replaced.items()} == {"low": -16376.0}
+    why = "adds masks in a sum of more than share the range of the format"
+    assert kept(p, constraints) == ({"s": why, "y": f"after Add -> s: {why}"} if sums == 3 else {})
     expected = run(p, MASKED)[0]
     got = run_faithful(convert(p, constraints), MASKED)[0]
     assert np.isfinite(got).all()
     assert np.abs(got - expected)[1].max() < 2e-3  # a row that is masked throughout is arbitrary, but a number
-    unguarded = without_parameters(program(TWO_MASKS))
+
+
+def test_more_masks_than_share_the_range_stay_fp32_until_the_softmax() -> None:
+    more = "  most = Sum(m, n, m, n, m)"
+    p = without_parameters(program(TWO_MASKS.replace("  both = Add(m, n)", more).replace("h, both", "h, most")))
+    constraints = gather(p)
+    assert {v.name: limit for v, limit in constraints.replaced.items()} == {"low": -16376.0}
+    why = "adds masks in a sum of more than share the range of the format"
+    assert kept(p, constraints) == {"most": why, "s": why, "y": f"after Add -> s: {why}"}
+    expected = run(p, MASKED)[0]
+    got = run_faithful(convert(p, constraints), MASKED)[0]
+    assert np.isfinite(got).all() and np.abs(got - expected)[1].max() < 2e-3
+    unguarded = without_parameters(program(TWO_MASKS.replace("  both = Add(m, n)", more).replace("h, both", "h, most")))
     masks = Constraints(replaced=gather(unguarded).replaced)
     assert np.isnan(run_faithful(convert(unguarded, masks), MASKED)[0]).any()  # a row of minus infinity
 

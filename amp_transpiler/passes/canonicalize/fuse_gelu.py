@@ -8,27 +8,27 @@ of the one operator reads what it was computed from.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Container, Mapping
+from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.passes.canonicalize.matching import added_number, number, only_reader, remove
+from amp_transpiler.passes.canonicalize.polynomials import Polynomial, polynomials
 from amp_transpiler.passes.pipeline import Context, Pass
-from amp_transpiler.passes.view.constants import content
 
 #: How far a written constant may be from the number that it stands for: it may come from 16 bit.
 _NEAR = 1e-3
 
 #: By the operator that bends: how Gelu's attribute calls it, and the polynomial that it is taken of, by powers.
-_GELUS: dict[str, tuple[str, dict[int, float]]] = {
+_GELUS: dict[str, tuple[str, Polynomial]] = {
     "Erf": ("none", {1: math.sqrt(0.5)}),
     "Tanh": ("tanh", {1: math.sqrt(2 / math.pi), 3: math.sqrt(2 / math.pi) * 0.044715}),
 }
 
-#: So many operators at most make a polynomial of what it is of, and so many tensors are looked at for that.
-_STEPS, _LOOKED_AT = 8, 12
+#: So many operators at most make a product of what is multiplied.
+_STEPS = 8
 
 
 def fuse_gelus(program: Graph) -> list[str]:
@@ -79,49 +79,13 @@ def _product(variable: Variable | None, leaves: Container[Variable], steps: int)
     return a * b, of_a + of_b
 
 
-def _source(variable: Variable | None, wanted: Mapping[int, float]) -> Variable | None:
-    """The tensor of which a variable is the polynomial with these coefficients, by powers."""
-    queue = [] if variable is None else [variable]
-    for x in queue:
-        found = _polynomial(variable, x, _STEPS)
-        if found is not None and found.keys() == wanted.keys():
+def _source(variable: Variable | None, wanted: Polynomial) -> Variable | None:
+    """The tensor of which a variable is the polynomial with these coefficients."""
+    for x, found in polynomials(variable):
+        if found.keys() == wanted.keys():
             if all(math.isclose(found[power], wanted[power], rel_tol=_NEAR) for power in wanted):
                 return x
-        if x.producer is not None and x.producer.type in ("Add", "Mul", "Div", "Pow") and len(queue) < _LOOKED_AT:
-            queue += [v for v in x.producer.inputs if v is not None and v not in queue and content(v) is None]
     return None
-
-
-def _polynomial(variable: Variable | None, x: Variable, steps: int) -> dict[int, float] | None:
-    """The coefficients of a variable that is a polynomial in ``x``, by powers; None where it is none."""
-    if variable is None or variable is x:
-        return None if variable is None else {1: 1.0}
-    held, op = number(variable), variable.producer
-    if held is not None:
-        return {0: held} if held else {}
-    if op is None or op.domain or op.type not in ("Add", "Mul", "Div", "Pow") or not steps:
-        return None
-    a, b = (_polynomial(v, x, steps - 1) for v in op.inputs)
-    if a is None or b is None:
-        return None
-    if op.type == "Add":
-        return {power: a.get(power, 0.0) + b.get(power, 0.0) for power in a.keys() | b.keys()}
-    if op.type == "Mul":
-        return _multiplied(a, b)
-    if b.keys() != {0}:
-        return None
-    if op.type == "Div":
-        return {power: coefficient / b[0] for power, coefficient in a.items()}
-    square = _multiplied(a, a)
-    return {1.0: a, 2.0: square, 3.0: _multiplied(square, a)}.get(b[0])
-
-
-def _multiplied(a: Mapping[int, float], b: Mapping[int, float]) -> dict[int, float]:
-    result = defaultdict[int, float](float)
-    for power, coefficient in a.items():
-        for other, factor in b.items():
-            result[power + other] += coefficient * factor
-    return dict(result)
 
 
 @dataclass(frozen=True)

@@ -10,25 +10,30 @@ from dataclasses import dataclass
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.types import LIMITS
-from amp_transpiler.passes.numerics.masks import LOW, binary_tensors, maskable, masking
+from amp_transpiler.passes.numerics.masks import Masks
 from amp_transpiler.passes.pipeline import Context, Pass, Property, option
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.flow import Flow
 
 
 def saturate_masks(program: Graph, dtype: str) -> bool:
-    """Let constants that only mask end at half of the largest number of ``dtype``, in place; whether there are any.
+    """Let constants that only mask end at half of the largest number of ``dtype`` or less, in place; whether any did.
 
-    A conversion takes the largest number itself; half of it leaves room for the scores, and for a second mask, that
-    are added to it in 16 bit. Constants within ``dtype``, infinities, parameters, and what anything but a mask's
-    reader sees stay as they are. Called again, it changes nothing.
+    A conversion takes the largest number itself where nothing is added to a mask; half of it leaves room for the
+    scores, and for a second mask, that come to it in 16 bit, and what is added more often shares the range
+    (:class:`.Masks`). Constants within ``dtype``, infinities, parameters, and what anything but a mask's reader sees
+    stay as they are. Called again, it changes nothing.
     """
-    flow, limit = Flow(program), LIMITS[dtype].largest
-    found = masking(limit, maskable(flow, binary_tensors(flow)))
-    for variable, bit in found.items():
-        if not variable.persistable:
-            constants.saturate(variable, -limit / 2 if bit == LOW else limit / 2)
-    return any(not variable.persistable for variable in found)
+    masks = Masks(Flow(program), LIMITS[dtype].largest)
+    found = [variable for variable in masks.found if not variable.persistable]
+    for variable in found:
+        constants.saturate(variable, masks.share(variable, least=2))
+    return bool(found)
+
+
+def masked_tensors(program: Graph, dtype: str) -> frozenset[str]:
+    """The names of the tensors with masked places in a program whose masks lie beyond ``dtype``."""
+    return frozenset(variable.name for variable in Masks(Flow(program), LIMITS[dtype].largest).summands)
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,15 @@
 ``-3.4e38`` at a masked place means "never"; the smallest number of a format means the same there. That holds
 wherever the tensor can go, so it is decided by what reads it: data movement, additions to the logits and
 multiplications by zeros and ones, and at the end an operator in which the lowest numbers count for nothing.
+
+What is added to a mask, scores or a second mask, shares the format's range with it: a sum beyond would be infinite, and
+a softmax over a row of nothing but minus infinity is NaN.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -22,11 +28,118 @@ LOW, HIGH = 1, 2
 
 _IGNORES = {"low": LOW, "high": HIGH}
 _INSPECTS = frozenset({"IsNaN", "IsInf"})
+#: These tell a masked place from any other, beside a number that is far from a mask.
+_COMPARES = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
+_FAR = 1e3
 #: Arithmetic that hands masks on, each in its own way (see :func:`through`).
 _PASSES = frozenset({"Add", "Sum", "Sub", "Neg", "Max", "Min", "Mul", "Div"})
+_SUMS = frozenset({"Add", "Sum", "Sub"})
 #: A mask times 0.001 still masks.
 _SCALES = (1e-3, 1.0)
 _INTEGERS = frozenset({"bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"})
+#: A mask takes no less than this part of the range, a power of two: 16376 in float16 is far beyond any logit.
+SHARES = 4
+
+
+@dataclass(frozen=True)
+class Summands:
+    """What is added up at masked places: so many masks, and maybe scores ``beside`` them."""
+
+    masks: int
+    beside: bool
+
+    @property
+    def total(self) -> int:
+        return self.masks + self.beside
+
+
+class Masks:
+    """The constants of a program that mask in a format which ends at ``limit``, and where their masks go.
+
+    ``binary``, ``allowed``, ``found``: see :func:`binary_tensors`, :func:`maskable`, :func:`masking`. ``summands``: for
+    every tensor with masked places, what is added up there.
+    """
+
+    def __init__(self, flow: Flow, limit: float) -> None:
+        self.flow, self.limit = flow, limit
+
+    @cached_property
+    def binary(self) -> frozenset[Variable]:
+        return binary_tensors(self.flow)
+
+    @cached_property
+    def allowed(self) -> dict[Variable, int]:
+        return maskable(self.flow, self.binary)
+
+    @cached_property
+    def found(self) -> dict[Variable, int]:
+        return masking(self.limit, self.allowed)
+
+    @cached_property
+    def summands(self) -> dict[Variable, Summands]:
+        count: dict[Variable, Summands] = {}
+        for variable in self.found:
+            self._note(count, variable, Summands(1, False))
+        for op, name, read in self.flow.steps if count else ():
+            masked = [slot for slot, v in enumerate(read) if v is not None and v in count and self._passes(op, slot)]
+            if not masked:
+                continue
+            known = [count[read[slot]] for slot in masked]  # type: ignore[index]
+            beside = any(each.beside for each in known)
+            masks = max(each.masks for each in known)
+            if name in _SUMS:
+                masks = sum(each.masks for each in known)
+                others = (v for slot, v in enumerate(read) if slot not in masked and v is not None)
+                beside |= any(v not in self.binary and abs(self.flow.number(v) or _FAR) >= _FAR for v in others)
+            for made in op.outputs:
+                if made is not None and is_float(made):
+                    self._note(count, made, Summands(masks, beside))
+        return count
+
+    @cached_property
+    def _most(self) -> dict[Variable, int]:
+        """The most that are added up wherever a tensor with masked places goes."""
+        most = {variable: summands.total for variable, summands in self.summands.items()}
+
+        def settle(variable: Variable, *further: Variable) -> int:
+            most[variable] = max(most.get(v, 1) for v in (variable, *further, *self._further(variable)))
+            return most[variable]
+
+        for op, _, read in reversed(self.flow.steps) if most else ():
+            made = [v for v in op.outputs if v is not None and v in most and settle(v)]
+            for slot, variable in enumerate(read):
+                if variable is not None and variable in most:
+                    settle(variable, *(made if self._passes(op, slot) else ()))
+        return most
+
+    def share(self, variable: Variable, least: int = 1) -> float:
+        """What a constant of ``found`` takes at masked places: the limit, shared by what is added, by ``least``.
+
+        A power of two shares, so that the format holds the number and their sum.
+        """
+        summands = max(self._most.get(variable, 1), least)
+        parts = min(1 << (summands - 1).bit_length(), SHARES)
+        return (-self.limit if self.found[variable] == LOW else self.limit) / parts
+
+    def crowded(self, op: Operator, name: str) -> bool:
+        """Whether the operator adds up more than share the range."""
+        made = op.output(0)
+        return name in _SUMS and made in self.summands and self.summands[made].total > SHARES
+
+    def _note(self, count: dict[Variable, Summands], variable: Variable, new: Summands) -> None:
+        known = count.get(variable, Summands(0, False))
+        merged = Summands(max(new.masks, known.masks), new.beside or known.beside)
+        if merged != known:
+            count[variable] = merged
+            for further in self._further(variable):
+                self._note(count, further, merged)
+
+    def _passes(self, op: Operator, slot: int) -> bool:
+        return through(op, slot, self.flow, self.binary) is not None
+
+    def _further(self, variable: Variable) -> list[Variable]:
+        """What the tensor becomes inside of nested graphs, and outside."""
+        return [source(v) for v in (*self.flow.results.get(variable, ()), *self.flow.entries.get(variable, ()))]
 
 
 def through(op: Operator, slot: int, flow: Flow, binary: frozenset[Variable]) -> int | None:
@@ -79,7 +192,7 @@ def maskable(flow: Flow, binary: frozenset[Variable]) -> dict[Variable, int]:
         for slot, variable in enumerate(read):
             if variable is None or found.get(variable) == 0 or (op.attrs.programs and variable in flow.entries):
                 continue
-            bits = _ends(op, name, slot)
+            bits = _ends(op, name, slot, flow)
             if bits is None:
                 sign = through(op, slot, flow, binary)
                 bits = LOW | HIGH if sign is not None else 0
@@ -90,13 +203,16 @@ def maskable(flow: Flow, binary: frozenset[Variable]) -> dict[Variable, int]:
     return {variable: settled(variable) for variable in found}
 
 
-def _ends(op: Operator, name: str, slot: int) -> int | None:
+def _ends(op: Operator, name: str, slot: int, flow: Flow) -> int | None:
     """The masks that end in this operand without a trace; None where the output has to be looked at."""
     if name in _PASSES:
         return None
     traits = traits_of(op)
     if traits.shape_only or name in _INSPECTS:
         return LOW | HIGH
+    if name in _COMPARES:
+        number = flow.number(flow.inputs[op][1 - slot])
+        return LOW | HIGH if number is not None and abs(number) <= _FAR else 0
     if name == "TopK":
         return LOW if op.attrs.get("largest", 1) else HIGH
     if name == "Attention":

@@ -19,7 +19,7 @@ from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS, LIMITS
 from amp_transpiler.passes.numerics.constraints import Constraints
-from amp_transpiler.passes.numerics.masks import HIGH, LOW, flipped, through
+from amp_transpiler.passes.numerics.masks import HIGH, LOW, Masks, flipped, through
 from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import label
 
@@ -43,7 +43,7 @@ _DIVISORS = frozenset({"Add", "Sum", "Mul", "Max", "Min", "Abs", "Sqrt"})
 class OverflowPropagation:
     """One sweep over a program that finds the tensors not to be stored in 16 bit, from the operators that make them.
 
-    ``fits`` says whether a tensor is proved to lie within the format; ``binary`` are tensors of zeros and ones.
+    ``fits`` says whether a tensor is proved to lie within the format.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class OverflowPropagation:
         flow: Flow,
         dtype: str,
         constraints: Constraints,
-        binary: frozenset[Variable],
+        masks: Masks,
         fits: Callable[[Variable], bool],
     ) -> None:
-        self.flow, self.dtype, self.constraints, self.binary, self.fits = flow, dtype, constraints, binary, fits
+        self.flow, self.dtype, self.constraints, self.masks, self.fits = flow, dtype, constraints, masks, fits
         self.limit = LIMITS[dtype].largest
         #: What is known of a tensor, as bits, and where that comes from.
         self.state: dict[Variable, int] = {}
@@ -104,10 +104,10 @@ class OverflowPropagation:
         known = [self.state.get(v, 0) if v is not None else 0 for v in read]
         bits, cause = 0, None
         if any(known):
-            masks, doubled = self._masks(op, name, known)
-            if doubled and seed is None:
-                seed = MAY_OVERFLOW, Reason(Kind.TWO_MASKS)
-            bits = masks | self._carried(op, name, known)
+            masked = self._masked(op, known)
+            if masked and seed is None and self.masks.crowded(op, name):
+                seed = MAY_OVERFLOW, Reason(Kind.MASKS)
+            bits = masked | self._carried(op, name, known)
             cause = next(self.cause[v] for v, b in zip(read, known, strict=True) if b and v is not None)
         if seed is not None and not bits & SQUARE:  # the sum of squares is about the squares
             self.constraints.keep(op, seed[1])
@@ -140,15 +140,14 @@ class OverflowPropagation:
                 bits |= INVERSE
         return bits
 
-    def _masks(self, op: Operator, name: str, known: list[int]) -> tuple[int, bool]:
-        """Masked places of the result, and whether two masks are added: twice the smallest number is none."""
-        bits, low, high = 0, 0, 0
+    def _masked(self, op: Operator, known: list[int]) -> int:
+        """Masked places of the result."""
+        bits = 0
         for slot, each in enumerate(known):
-            sign = through(op, slot, self.flow, self.binary) if each & (LOW | HIGH) else None
+            sign = through(op, slot, self.flow, self.masks.binary) if each & (LOW | HIGH) else None
             if sign is not None:
-                mask = flipped(each & (LOW | HIGH), sign)
-                bits, low, high = bits | mask, low + bool(mask & LOW), high + bool(mask & HIGH)
-        return bits, name in ("Add", "Sum", "Sub") and max(low, high) > 1
+                bits |= flipped(each & (LOW | HIGH), sign)
+        return bits
 
     def _overflow(self, op: Operator, name: str, slot: int, known: list[int]) -> int:
         if name == "Mul":

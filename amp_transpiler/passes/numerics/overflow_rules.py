@@ -7,10 +7,10 @@ They look for the operators that make such numbers; :mod:`.overflow_propagation`
 - Sums over more than :data:`FEW` elements, unless proved to fit. A mean fits, for its operator sums in fp32.
 - What combines the elements that come to one place, as a scatter that adds.
 - One over what a constant just above zero is the least of: it is there for where the other operand is zero.
-- Powers beyond the square, negative ones and those whose exponent is not constant; cubes written as products;
-  products over elements; matrix products with weights beyond any trained network's; Exp of what is not proved to
-  be small; Cosh and Sinh; determinants.
-- What a sound interval puts wholly beyond the format, and the sum of two masks.
+- Powers beyond the square, negative ones and those whose exponent is not constant; cubes written as products, but for
+  those on the way to a tanh (:mod:`.saturation`); products over elements; matrix products with weights beyond any
+  trained network's; Exp of what is not proved to be small; Cosh and Sinh; determinants.
+- What a sound interval puts wholly beyond the format, and masks in sums of more than share its range.
 
 bfloat16 has the range of float32, so that only the squares remain there.
 """
@@ -27,7 +27,7 @@ from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import LIMITS, SHORT
 from amp_transpiler.passes.numerics.constraints import Constraints
-from amp_transpiler.passes.numerics.masks import HIGH, LOW, binary_tensors, maskable, masking
+from amp_transpiler.passes.numerics.masks import HIGH, LOW, Masks
 from amp_transpiler.passes.numerics.overflow_propagation import (
     INVERSE,
     MAY_OVERFLOW,
@@ -36,6 +36,7 @@ from amp_transpiler.passes.numerics.overflow_propagation import (
     OverflowPropagation,
     summed_terms,
 )
+from amp_transpiler.passes.numerics.saturation import saturated
 from amp_transpiler.passes.numerics.weight_norms import LARGE, may_be_large, summed_axes, weight_norm
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.flow import Flow
@@ -75,11 +76,11 @@ def apply_overflow_rules(
     conversion did to it makes no difference. Linear in its size. ``flow``: the program's, where there is one.
     """
     flow, limit = flow or Flow(program), LIMITS[dtype].largest
-    binary = binary_tensors(flow)
-    propagation = OverflowPropagation(flow, dtype, constraints, binary, lambda v: ranges.within(v, limit))
+    masks = Masks(flow, limit)
+    propagation = OverflowPropagation(flow, dtype, constraints, masks, lambda v: ranges.within(v, limit))
     held = [variable for variable in flow.uses if constants.may_hold(variable)]
     far = any(_reaches(variable, limit, constraints.magnitudes) for variable in held)
-    for variable, bit in masking(limit, maskable(flow, binary)).items() if far else ():
+    for variable, bit in masks.found.items() if far else ():
         propagation.mark(variable, bit, (None, Reason(Kind.MASK, variable.name)))
     rules = _OverflowRules(propagation, ranges)
     for variable in program.inputs:
@@ -113,6 +114,7 @@ class _OverflowRules:
             self.summed = self._before(lambda op, name: _sums(op) or (name == "Pow" and self._exponent(op) == 0.5))
             products = (read for _, name, read in self.flow.steps if name == "Mul" and self._cubes(read))
             self.cubed = frozenset(v for read in products for v in read if v is not None)
+        self.saturated = saturated(self.flow, self.limit)
         if "Log" in self.flow.kinds:
             self.logged = self._before(lambda op, name: name == "Log")
 
@@ -221,7 +223,10 @@ class _OverflowRules:
         if made in self.squares and made in self.logged and self.float16:
             return SQUARE, Reason(Kind.SQUARE_BEFORE_LOG, cause=square)
         if traits.overflows_inside is Kind.SQUARES_INSIDE and op.attrs.get("p", 2) == 2 and NORM not in op.metadata:
-            divides = traits.reduces == "norm" and made in self.propagation.divides
+            norm = traits.reduces == "norm"  # which squares in fp32 inside; bfloat16 has too few digits for a whole row
+            divides = norm and made in self.propagation.divides
+            if norm and self.float16 and not divides:
+                return None
             return MAY_UNDERFLOW if divides else 0, Reason(Kind.SQUARES_INSIDE, cause=square)
         if traits.overflows_inside is Kind.POWERS_INSIDE:
             power = Reason(Kind.POWER_RANGE if self.float16 else Kind.POWER_DIGITS)
@@ -261,14 +266,16 @@ class _OverflowRules:
     # -- range -------------------------------------------------------------------------------------------
     def _grows(self, op: Operator, name: str) -> Reason | None:
         """Why the result may leave float16."""
-        traits = traits_of(op)
+        traits, made = traits_of(op), op.output(0)
+        if made in self.saturated:
+            return None
         if traits.reduces == "sum":
             terms = summed_terms(op, self.flow)
             if terms is not None and terms <= self.limit and self._shifted(self._maker(op)):
                 return None  # each term is 1 at most
             many = Reason(Kind.SUMS, detail=(str(terms or "an unknown number of"),))
             return None if terms is not None and terms <= FEW else many
-        if name in ("Mul", "Pow") and op.outputs[0] in self.squares and op.outputs[0] in self.cubed:
+        if name in ("Mul", "Pow") and made in self.squares and made in self.cubed:
             return Reason(Kind.HIGHER_POWER)
         if name == "Pow":
             exponent = self._exponent(op)

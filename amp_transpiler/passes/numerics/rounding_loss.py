@@ -1,6 +1,7 @@
 """What constants lose when they are rounded to 16 bit, and what happens to those that lose too much.
 
-The policy: a mask beyond the format takes the format's limit instead; any other number beyond it keeps its
+The policy: a mask beyond the format takes the format's limit instead, or its share of it where something is added
+to the mask; any other number beyond it keeps its
 readers in fp32. A number that would become zero keeps its readers in fp32 where it is all that the constant
 holds (the eps of a norm, which guards a division) or where it makes up the tensor it is a factor of. Single
 elements of a larger tensor that become zero are ordinary rounding. Every element that is lost is noted.
@@ -11,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from amp_transpiler.ir.tensors import as_array, release
 from amp_transpiler.ir.types import FLOATS, LIMITS, SHORT, element_type, numpy_dtype
 from amp_transpiler.passes.numerics.constraints import ConstantNote, Constraints
 from amp_transpiler.passes.numerics.extremes import Extremes, extremes
-from amp_transpiler.passes.numerics.masks import HIGH, LOW, binary_tensors, maskable
+from amp_transpiler.passes.numerics.masks import HIGH, LOW, Masks
 from amp_transpiler.passes.numerics.overflow_propagation import BEYOND, MAY_OVERFLOW, VANISHING, OverflowPropagation
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.flow import Flow
@@ -133,17 +133,9 @@ class _RoundingLoss:
     def __init__(self, program: Graph, dtype: str, constraints: Constraints, flow: Flow) -> None:
         self.program, self.dtype, self.constraints = program, dtype, constraints
         self.short, self.limit = SHORT[dtype], LIMITS[dtype].largest
-        self.flow = flow
+        self.flow, self.masks = flow, Masks(flow, self.limit)
         #: Constants that stay fp32, for :class:`.OverflowPropagation`.
         self.kept: dict[Variable, tuple[int, Reason]] = {}
-
-    @cached_property
-    def binary(self) -> frozenset[Variable]:
-        return binary_tensors(self.flow)
-
-    @cached_property
-    def maskable(self) -> dict[Variable, int]:
-        return maskable(self.flow, self.binary)
 
     def check(self, small: Mapping[Variable, Extremes]) -> None:
         magnitudes = self.constraints.magnitudes
@@ -166,21 +158,22 @@ class _RoundingLoss:
             found = losses(array, self.dtype)
             if found.finite:
                 magnitudes[variable] = found.largest
-            suspect = found.beyond or found.vanishing or error_bound(found, self.dtype) > TOLERANCE
+            beyond = found.largest >= self.limit
+            suspect = beyond or found.vanishing or error_bound(found, self.dtype) > TOLERANCE
             if suspect and self._narrow(variable):
-                if found.beyond:
-                    self._overflow(variable, found)
+                if beyond:
+                    self._overflow(variable, array, found)
                 self._underflow(variable, array, found)
             release(constants.content(variable))
         if self.kept:
-            propagation = OverflowPropagation(self.flow, self.dtype, self.constraints, self.binary, lambda v: False)
+            propagation = OverflowPropagation(self.flow, self.dtype, self.constraints, self.masks, lambda v: False)
             for variable, (bits, why) in self.kept.items():
                 propagation.mark(variable, bits, (None, why))
             propagation.sweep(lambda op, name: None)
 
     def _holds(self, known: Extremes) -> bool:
         """Whether nothing is lost of a constant, nor much of its digits."""
-        whole = known.magnitude < LIMITS[self.dtype].overflow and known.least > LIMITS[self.dtype].vanish
+        whole = known.magnitude < self.limit and known.least > LIMITS[self.dtype].vanish
         return whole and _bound(known.size, known.magnitude, self.dtype) <= TOLERANCE
 
     def _elsewhere(self, variable: Variable, array: np.ndarray) -> None:
@@ -208,15 +201,19 @@ class _RoundingLoss:
                 return True
         return False
 
-    def _overflow(self, variable: Variable, found: Losses) -> None:
+    def _overflow(self, variable: Variable, array: np.ndarray, found: Losses) -> None:
         worst = -found.largest if found.signs == LOW else found.largest
-        if found.signs in (LOW, HIGH) and self.maskable.get(variable, 0) & found.signs:
-            limit = -self.limit if found.signs == LOW else self.limit
-            self.constraints.replaced[variable] = limit
-            action = f"takes {limit:g} instead: it only masks"
-        else:
+        if found.signs in (0, LOW, HIGH) and self.masks.found.get(variable, 0) & (found.signs or LOW | HIGH):
+            limit = self.masks.share(variable)
+            changed = np.isfinite(array) & (array < limit if limit < 0 else array > limit)
+            if changed.any():
+                self.constraints.replaced[variable] = limit
+                worst = math.copysign(found.largest, limit)
+                action = f"takes {limit:g} instead: it only masks"
+                self._note(variable, "overflow", int(changed.sum()), found.size, worst, action)
+        elif found.beyond:
             action = self._keep(variable, BEYOND | MAY_OVERFLOW, Kind.CONSTANT_BEYOND, f"{worst:g}")
-        self._note(variable, "overflow", found.beyond, found.size, worst, action)
+            self._note(variable, "overflow", found.beyond, found.size, worst, action)
 
     def _underflow(self, variable: Variable, array: np.ndarray, found: Losses) -> None:
         entire = found.vanishing > 0 and found.largest <= LIMITS[self.dtype].vanish

@@ -1,0 +1,140 @@
+"""Vectors that are divided by their length: the length is an operator that squares in fp32 inside.
+
+Written out, ``x / max(sqrt(sum(x * x)), epsilon)`` needs fp32 tensors: a square leaves float16 beyond 255, and the
+epsilon vanishes there. ReduceL2 reads and writes 16 bit and squares in fp32. The epsilon is there for x = 0, and the
+least number of float16 does for that: nothing that float16 holds is shorter.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.metadata import NORM
+from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.passes.canonicalize.matching import (
+    added_number,
+    number,
+    only_reader,
+    reduced_axes,
+    remove,
+    squares,
+)
+from amp_transpiler.passes.view.of_type import of_type
+
+#: The least number of float16.
+_LEAST = 2.0**-24
+
+
+@dataclass
+class _Length:
+    """A length as it is written: of ``x`` along ``axes``, ``floor`` at least."""
+
+    x: Variable
+    axes: list[int]
+    operators: list[Operator]
+    floor: float
+
+
+def write_unit_vectors(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> int:
+    """Rewrite divisions of vectors by their lengths, in place; how many.
+
+    Variables among ``names`` and operators of ``keep`` stay what they are.
+    """
+    count = 0
+    for type_ in ("Div", "Mul"):
+        for last in of_type(program, type_):
+            found = _length(last, names) if last.outputs[0] is not None else None
+            if found is not None and not keep.intersection(found.operators) and last not in keep:
+                _write(last, found)
+                count += 1
+    return count
+
+
+def _length(last: Operator, names: frozenset[str]) -> _Length | None:
+    """What the operator divides by, where that is the length of what it divides."""
+    for slot in (1,) if last.type == "Div" else (0, 1):
+        below = last.input(slot)
+        if last.type == "Mul":
+            inverse = _alone(below, ("Reciprocal",), names)
+            below = None if inverse is None else inverse.input(0)
+        x = last.input(1 - slot)
+        found = None if x is None or x.dtype != "float32" or x.shape is None else _written(below, x, names)
+        if found is not None:
+            return found
+    return None
+
+
+def _written(below: Variable | None, x: Variable, names: frozenset[str]) -> _Length | None:
+    """The length of ``x``, with a floor under it or under its square, repeated along its axes or not."""
+    operators, floor, power = [], 0.0, 1.0
+    while True:
+        op = _alone(below, ("Expand", "Max", "Clip", "Sqrt", "Pow", "ReduceL2", "ReduceSum", "ReduceSumSquare"), names)
+        if op is None:
+            return None
+        operators.append(op)
+        if op.type in ("Max", "Clip"):
+            least = added_number(below, "Max")[1] if op.type == "Max" else _clipped(op)
+            if least is None or least <= 0 or floor:
+                return None
+            below = added_number(below, "Max")[0] if op.type == "Max" else op.input(0)
+            floor = least**power
+        elif op.type in ("Sqrt", "Pow"):
+            if power != 1 or (op.type == "Pow" and number(op.input(1)) != 0.5):
+                return None
+            below, power = op.input(0), 0.5
+        elif op.type == "Expand" and len(operators) == 1:
+            below = op.input(0)
+        else:
+            break
+    summed = op.input(0)
+    if op.type == "ReduceSum":
+        square = _alone(summed, ("Mul", "Pow"), names)
+        if square is None or not squares(square):
+            return None
+        operators.append(square)
+        summed = square.input(0)
+    axes, squared = reduced_axes(op), op.type != "ReduceL2"
+    if summed is not x or squared != (power == 0.5) or not axes or not op.attrs.get("keepdims", 1):
+        return None
+    return _Length(x, axes, operators, floor)
+
+
+def _alone(variable: Variable | None, types: tuple[str, ...], names: frozenset[str]) -> Operator | None:
+    """The operator of one of the types that makes what one operator alone reads, and no name protects."""
+    op = None if variable is None else variable.producer
+    if variable is None or op is None or op.domain or op.type not in types or variable.name in names:
+        return None
+    return op if only_reader(variable) is not None else None
+
+
+def _clipped(op: Operator) -> float | None:
+    """The lower bound of a Clip that has no other."""
+    if op.input(2) is not None or op.attrs.get("max", math.inf) < 3e38:
+        return None
+    return number(op.input(1)) if op.input(1) is not None else op.attrs.get("min")
+
+
+def _write(last: Operator, found: _Length) -> None:
+    program, x, out = last.program, found.x, last.outputs[0]
+    assert out is not None and x.shape is not None
+    shape = tuple(1 if axis in found.axes else size for axis, size in enumerate(x.shape))
+    length = program.add_variable(program.unique(f"{x.name}.norm"), x.dtype, shape)
+    if program.opset() < 18:
+        norm = program.add_operator("ReduceL2", [x], [length], attrs={"axes": found.axes, "keepdims": 1}, like=last)
+    else:
+        axes = program.add_constant(f"{x.name}.axes", np.array(found.axes, np.int64))
+        norm = program.add_operator("ReduceL2", [x, axes], [length], attrs={"keepdims": 1}, like=last)
+    norm.metadata[NORM] = "of a vector that it divides"
+    if found.floor:
+        floor = np.float16(max(found.floor, _LEAST))
+        held = program.add_constant(f"{x.name}.floor", np.array(floor, np.float32))
+        bounded = program.add_variable(program.unique(length.name), x.dtype, shape)
+        program.add_operator("Max", [length, held], [bounded], like=last)
+        length = bounded
+    name = last.name
+    remove(last, {x, length})
+    program.add_operator("Div", [x, length], [out], name=name, like=last)

@@ -1,0 +1,98 @@
+"""Vectors divided by their lengths: one norm in 16 bit for what exporters write out, and the same numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.passes.canonicalize.unit_vectors import write_unit_vectors
+from tests.helpers.sessions import run
+
+CONSTANTS = """int64[1] last = {-1}, int64[1] places = {2}, float eps = {1e-12}, float root = {0.5}, float two = {2},
+    float wide = {0.25}, int64[3] shape = {2, 5, 8}, float one = {1}"""
+FORMS = {
+    "a norm": "l = ReduceL2(x, last)  y = Div(x, l)",
+    "normalize": "l = ReduceL2(x, last)  c = Clip(l, eps)  e = Expand(c, shape)  y = Div(x, e)",
+    "a floor": "l = ReduceL2(x, last)  c = Max(eps, l)  y = Div(x, c)",
+    "a floor that counts": "l = ReduceL2(x, last)  c = Max(l, wide)  y = Div(x, c)",
+    "powers": "q = Pow(x, two)  s = ReduceSum(q, last)  l = Pow(s, root)  y = Div(x, l)",
+    "a product": "q = Mul(x, x)  s = ReduceSum(q, places)  l = Sqrt(s)  c = Clip(l, eps)  y = Div(x, c)",
+    "a sum of squares": "s = ReduceSumSquare(x, last)  l = Sqrt(s)  y = Div(x, l)",
+    "a floor under the root": """q = Mul(x, x)  s = ReduceSum(q, last)  c = Max(s, eps)  l = Sqrt(c)  r = Reciprocal(l)
+        y = Mul(x, r)""",
+    "an inverse": "l = ReduceL2(x, last)  c = Max(l, eps)  r = Reciprocal(c)  y = Mul(r, x)",
+}
+RNG = np.random.default_rng(0)
+X = (RNG.standard_normal((2, 5, 8)) * np.float32([1, 1e3, 2e4, 1e-2, 0.03])[:, None]).astype(np.float32)
+
+
+def net(text: str, opset: int = 18) -> onnx.ModelProto:
+    head = f'<ir_version: 8, opset_import: ["" : {opset}]> net (float[2,5,8] x) => (float[2,5,8] y)'
+    return onnx.parser.parse_model(f"{head} <{CONSTANTS}> {{ {text} }}")
+
+
+def written(text: str) -> amp.Program:
+    program = amp.Program.from_onnx(net(text))
+    write_unit_vectors(program, frozenset(), frozenset())
+    return program
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_vector_by_its_length_is_16_bit(form: str) -> None:
+    model, x = net(FORMS[form]), X.copy()
+    if "wide" in FORMS[form] or "eps" in FORMS[form]:
+        x[1, 4] = 0
+    expected = run(model, {"x": x})[0]
+    assert np.allclose(run(written(FORMS[form]).to_onnx(), {"x": x})[0], expected, rtol=1e-6, atol=1e-7)
+    converted = amp.convert(model)
+    assert [op.type for op in converted.operators if op.type == "ReduceL2"] == ["ReduceL2"]
+    assert {op.precision for op in converted.operators if op.type != "Cast"} == {"float16"}
+    got = run(converted.to_onnx(), {"x": x})[0]
+    assert np.isfinite(got).all() and np.allclose(got, expected, rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("opset", [9, 11, 13])
+def test_before_the_axes_were_an_input(opset: int) -> None:
+    bound = "Clip <min = 1e-12> (l)" if opset < 11 else "Clip (l, eps)"
+    text = f"l = ReduceL2 <axes = [-1]> (x)  c = {bound}  y = Div(x, c)"
+    expected = run(net(text, opset), {"x": X})[0]
+    converted = amp.convert(net(text, opset))
+    assert {op.precision for op in converted.operators if op.type != "Cast"} == {"float16"}
+    assert np.allclose(run(converted.to_onnx(), {"x": X})[0], expected, rtol=2e-3, atol=1e-6)
+
+
+OTHERS = {
+    "another tensor": "n = Neg(x)  l = ReduceL2(n, last)  y = Div(x, l)",
+    "the other way": "l = ReduceL2(x, last)  y = Div(l, x)",
+    "no place for it": "l = ReduceL2 <keepdims = 0> (x, last)  u = Unsqueeze(l, last)  y = Div(x, u)",
+    "read twice": "l = ReduceL2(x, last)  d = Div(x, l)  y = Mul(d, l)",
+    "no root": "q = Mul(x, x)  s = ReduceSum(q, last)  y = Div(x, s)",
+    "two roots": "l = ReduceL2(x, last)  r = Sqrt(l)  y = Div(x, r)",
+    "a product of two": "n = Neg(x)  q = Mul(x, n)  s = ReduceSum(q, last)  a = Abs(s)  l = Sqrt(a)  y = Div(x, l)",
+    "a ceiling": "l = ReduceL2(x, last)  c = Clip(l, eps, one)  y = Div(x, c)",
+    "every element": "l = ReduceL2 <keepdims = 1> (x)  y = Div(x, l)",
+}
+
+
+@pytest.mark.parametrize("form", OTHERS)
+def test_what_is_anything_else_stays(form: str) -> None:
+    before = amp.Program.from_onnx(net(OTHERS[form]))
+    assert write_unit_vectors(before, frozenset(), frozenset()) == 0
+    model, expected = net(OTHERS[form]), run(net(OTHERS[form]), {"x": X})[0]
+    got = run(amp.convert(model).to_onnx(), {"x": X})[0]
+    assert np.allclose(got, expected, rtol=4e-3, atol=4e-3 * np.abs(expected).max())
+
+
+def test_what_the_user_names_stays() -> None:
+    model = net(FORMS["normalize"])
+    model.graph.node[0].name = "mine"
+    for more in ({"black_varnames": ["l"]}, {"exclude": ["mine"]}):
+        converted = amp.convert(model, **more)
+        assert "Clip" in [op.type for op in converted.operators]
+        assert any(op.precision == "float32" for op in converted.operators if op.type == "ReduceL2")
+
+
+def test_in_bfloat16_it_stays_what_it_is() -> None:
+    assert "Expand" in [op.type for op in amp.convert(net(FORMS["normalize"]), dtype="bfloat16").operators]
