@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 import amp_transpiler as amp
@@ -132,3 +133,31 @@ def test_others_read_the_multiple() -> None:
     assert all(a.tobytes() == b.tobytes() for a, b in zip(found, expected, strict=True))
     kinds, _ = scores("cuda", "float16", other_reader=True)
     assert "Mul" in kinds and "Mul" not in plain
+
+
+def test_places_of_unknown_number_are_transposed() -> None:
+    """Where pictures stand in a text is looked up before the run: their number is known to nobody."""
+    text = """<ir_version: 8, opset_import: ["" : 18]> net (int64[2,5] ids) => (float[2,5,4] y)
+      <int64 picture = {6}, int64[1] none = {0}, int64[1] two = {-1}, float[7,4] w = {WEIGHTS}>
+    {
+      found = Equal(ids, picture)  at = NonZero(found)  rows = Transpose<perm = [1, 0]>(at)
+      number = Shape<start = 0, end = 1>(rows)  none_there = Expand(none, number)
+      clean = ScatterND(ids, rows, none_there)  y = Gather(w, clean)
+    }"""
+    weights = RNG.normal(size=(7, 4)).astype(np.float32)
+    numbers = ", ".join(f"{v:.4f}" for v in weights.reshape(-1))
+    main = amp.Program.from_onnx(onnx.parser.parse_model(text.replace("{WEIGHTS}", f"{{{numbers}}}")))
+    amp.prepare_training(main)
+    with amp.program_guard(main, main.startup):
+        loss = F.sum(F.square(main.outputs[0]))
+        ((_, grad),) = amp.append_backward(loss)
+    ids = np.array([[1, 6, 2, 6, 0], [3, 6, 6, 4, 5]])
+    found = []
+    for place in (amp.CPUPlace(), amp.CUDAPlace(0)):
+        lowered = main.lower(place, {"ids": ids.shape}, fetches=[loss, grad])
+        given = {port.tensor: np.round(weights, 4) for port in lowered.states} | {"ids": ids}
+        known = node_by_node(lowered.model, given | {name: np.zeros((), np.float32) for name in lowered.scalars})
+        found.append([known[port.tensor] for port in lowered.fetches])
+    rows = np.bincount(np.where(ids == 6, 0, ids).reshape(-1), minlength=7)
+    for _, dw in found:
+        np.testing.assert_allclose(dw, 2 * np.round(weights, 4) * rows[:, None], rtol=1e-5)

@@ -82,14 +82,16 @@ def _transposed(storage: EmulatedStorage, op: Operator, result: Variable) -> boo
     if not e.at.fused or source is None:
         return False
     value = storage.read(op, source)
+    if value.shape is None:  # as the places that NonZero finds
+        return False
     if op.type == "Transpose":
-        if exchanges_matrices(op.attrs.get("perm", range(len(value.shape or ()))[::-1])):
+        if exchanges_matrices(op.attrs.get("perm", range(len(value.shape))[::-1])):
             storage.env[result.key] = transposed(e, value)
             return True
         return False
     base, turned = untransposed(e, value)
     shape = static(result.shape if storage.shapes is None else storage.shapes[result][1])
-    if not turned or shape is None or value.shape is None or value.shape[-2:] != shape[-2:]:
+    if not turned or shape is None or value.shape[-2:] != shape[-2:]:
         return False
     storage.env[result.key] = transposed(e, e.reshape(base, (*shape[:-2], shape[-1], shape[-2])))
     return True
