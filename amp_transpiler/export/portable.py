@@ -97,7 +97,7 @@ class _Graph:
             self._double_filters(node)
         elif node.op_type in _HARD and not node.domain:
             self._hard(node)
-        elif node.op_type == "RotaryEmbedding" and self._turns_halves(node):
+        elif node.op_type == "RotaryEmbedding" and self._turns_heads(node):
             self._turn(node)
         elif node.op_type not in _UNFINISHED and has_kernel(_CPU, node.op_type, "float64", self.opset, node.domain):
             self._widen(node)
@@ -209,10 +209,10 @@ class _Graph:
         if swish:
             self._emit("Mul", [operand, bounded], result)
 
-    def _turns_halves(self, node: onnx.NodeProto) -> bool:
-        """Whether it is onnxruntime's, turns the halves of whole heads, and the sizes and the positions are known."""
+    def _turns_heads(self, node: onnx.NodeProto) -> bool:
+        """Whether it is onnxruntime's, turns whole heads, and the sizes and the positions are known."""
         held, shape = _attributes(node), self._shape(node.input[0])
-        unusual = [held.get(name) for name in ("interleaved", "rotary_embedding_dim", "is_packed_batching")]
+        unusual = [held.get(name) for name in ("rotary_embedding_dim", "is_packed_batching")]
         usual = not any(unusual) and held.get("scale", 1.0) == 1
         counted = shape is not None and (len(shape) == 4 or held.get("num_heads", 0) > 0)
         return bool(node.domain) and usual and counted and node.input[1] in self.constants
@@ -234,16 +234,38 @@ class _Graph:
             self._emit(
                 "Unsqueeze", [f"{result}/{name}0", self._constant(f"{result}/{name}1", [axis])], f"{result}/{name}"
             )
-        sizes, halves = self._constant(f"{result}/sizes", [size // 2] * 2), [f"{result}/a", f"{result}/b"]
-        self.nodes.append(helper.make_node("Split", [heads, sizes], halves, f"{result}/halves", axis=-1))
+        pairs = bool(_attributes(node).get("interleaved"))
+        self._take_apart(result, heads, size, pairs)
         for half, table in itertools.product("ab", "cs"):
             self._emit("Mul", [f"{result}/{half}", f"{result}/{table}"], f"{result}/{half}{table}")
         self._emit("Sub", [f"{result}/ac", f"{result}/bs"], f"{result}/first")
         self._emit("Add", [f"{result}/as", f"{result}/bc"], f"{result}/second")
         turned = f"{result}/turned" if len(shape) == 3 else result
-        self._emit("Concat", [f"{result}/first", f"{result}/second"], turned, axis=-1)
+        self._put_together(result, turned, size, pairs)
         if turned != result:
             self._emit("Reshape", [turned, self._constant(f"{result}/together", [0, 0, -1])], result)
+
+    def _take_apart(self, result: str, heads: str, size: int, pairs: bool) -> None:
+        """Add the cut of heads into halves, or into even and odd numbers."""
+        if not pairs:
+            sizes, halves = self._constant(f"{result}/sizes", [size // 2] * 2), [f"{result}/a", f"{result}/b"]
+            self.nodes.append(helper.make_node("Split", [heads, sizes], halves, f"{result}/halves", axis=-1))
+            return
+        self._emit("Reshape", [heads, self._constant(f"{result}/paired", [0, 0, 0, -1, 2])], f"{result}/pairs")
+        for column, part in enumerate("ab"):
+            at = self._constant(f"{result}/column{column}", column)
+            self._emit("Gather", [f"{result}/pairs", at], f"{result}/{part}", axis=4)
+
+    def _put_together(self, result: str, turned: str, size: int, pairs: bool) -> None:
+        """Add the way back."""
+        if not pairs:
+            self._emit("Concat", [f"{result}/first", f"{result}/second"], turned, axis=-1)
+            return
+        last = self._constant(f"{result}/last", [-1])
+        for part in ("first", "second"):
+            self._emit("Unsqueeze", [f"{result}/{part}", last], f"{result}/{part}_of_two")
+        self._emit("Concat", [f"{result}/first_of_two", f"{result}/second_of_two"], f"{result}/two", axis=-1)
+        self._emit("Reshape", [f"{result}/two", self._constant(f"{result}/whole", [0, 0, 0, size])], turned)
 
     # -- sums --------------------------------------------------------------------------------------------
     def _begins_with_rows(self, node: onnx.NodeProto) -> bool:

@@ -196,6 +196,22 @@ ROTATIONS = {
         ["Gather", "Unsqueeze"] * 2 + ["Split"],
         [],
     ),
+    "neighbours": (
+        "2, 3, 5, 8",
+        "{1}",
+        "1",
+        "<interleaved = 1> ",
+        ["Gather", "Unsqueeze"] * 2 + ["Reshape", "Gather", "Gather"],
+        [],
+    ),
+    "neighbours of heads behind places": (
+        "2, 5, 24",
+        "{2}",
+        "1",
+        "<num_heads = 3, interleaved = 1> ",
+        ["Reshape", *["Gather", "Unsqueeze"] * 2, "Reshape", "Gather", "Gather"],
+        ["Reshape"],
+    ),
 }
 
 
@@ -212,14 +228,15 @@ def test_rotations_round_each_product_and_sum(name: str) -> None:
     feeds = {"x": x, "c": np.cos(angles).astype(np.float32), "s": np.sin(angles).astype(np.float32)}
     left: set[str] = set()
     made = portable(Lowered(model, "cpu"), left).model
-    assert listed(made.graph) == [*before, *["Mul"] * 4, "Sub", "Add", "Concat", *behind] and not left
+    joined = ["Unsqueeze", "Unsqueeze", "Concat", "Reshape"] if "interleaved" in attributes else ["Concat"]
+    assert listed(made.graph) == [*before, *["Mul"] * 4, "Sub", "Add", *joined, *behind] and not left
     found, kernel = (ort.InferenceSession(m.SerializeToString()).run(None, feeds)[0] for m in (made, model))
     np.testing.assert_allclose(found, kernel, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     "attributes",
-    ["interleaved = 1", "num_heads = 2, rotary_embedding_dim = 4", "num_heads = 2, scale = 2.0"],
+    ["num_heads = 2, rotary_embedding_dim = 4", "num_heads = 2, scale = 2.0"],
 )
 def test_rotations_of_another_kind_stay(attributes: str) -> None:
     text = (

@@ -18,12 +18,28 @@ BATCH, HEADS, PLACES, SIZE = 2, 3, 5, 8
 ANGLES = (np.arange(PLACES)[:, None] / 10000 ** (np.arange(0, SIZE, 2) / SIZE)).astype(np.float32)
 HEAD = '<ir_version: 8, opset_import: ["" : 20]> g (float[{shape}] x) => (float[{shape}] y) '
 HEAD += "<float[{table}] f = {{{angles}}}, int64[1] one = {{1}}, int64[1] two = {{2}}, int64[1] last = {{-1}}, "
+HEAD += "int64 first = {{0}}, int64 second = {{1}}, int64[1] begin = {{0}}, int64[1] end = {{9223372036854775807}}, "
+HEAD += "int64[4] twice = {{1, 1, 1, 2}}, int64[3] table = {{0, 0, 8}}, "
+HEAD += "int64[5] paired = {{0, 0, 0, 4, 2}}, int64[2] ones = {{1, 1}}, int64[4] whole = {{0, 0, 0, 8}}, "
 HEAD += "float scale = {{1.1}}, float minus = {{-1}}, int64[2] halves = {{4, 4}}, int64[2] uneven = {{3, 5}}> "
 TABLES = "{ d = Concat <axis = -1> (f, f)  c0 = Cos(d)  s0 = Sin(d)  c = Unsqueeze(c0, one)  s = Unsqueeze(s0, one)  "
 TURN = "a, b = Split <axis = -1> (x, halves)  n = Neg(b)  t = Concat <axis = -1> (n, a)  "
 TURN += "p = Mul(x, c)  q = Mul(t, s)  y = Add(p, q) }"
 PARTS = "a, b = Split <axis = -1> (x, halves)  p = Mul(a, c)  q = Mul(b, s)  r = Sub(p, q)  "
 PARTS += "t = Mul(a, s)  u = Mul(b, c)  i = Add(t, u)  y = Concat <axis = -1> (r, i) }"
+#: Even and odd numbers turned against each other, cut out by slices or as columns of a view of pairs.
+PAIR_TABLES = TABLES.replace(
+    "d = Concat <axis = -1> (f, f)", "e = Unsqueeze(f, last)  g = Expand(e, twice)  d = Reshape(g, table)"
+)
+EVEN_ODD = "a = Slice(x, begin, end, last, two)  b = Slice(x, one, end, last, two)  "
+COLUMNS = "v = Reshape(x, paired)  a = Gather <axis = -1> (v, first)  b = Gather <axis = 4> (v, second)  "
+SPLIT = "v = Reshape(x, paired)  h, l = Split <axis = -1> (v, ones)  a = Squeeze(h, last)  b = Squeeze(l, last)  "
+STACK = "nu = Unsqueeze(n, last)  au = Unsqueeze(a, last)  st = Concat <axis = -1> (nu, au)  t = Reshape(st, whole)  "
+PAIR_TURN = "n = Neg(b)  " + STACK + "p = Mul(x, c)  q = Mul(t, s)  y = Add(p, q) }"
+PAIR_PARTS = "p = Mul(a, c)  q = Mul(b, s)  r = Sub(p, q)  t = Mul(a, s)  u = Mul(b, c)  i = Add(t, u)  "
+PAIR_PARTS += (
+    "ru = Unsqueeze(r, last)  iu = Unsqueeze(i, last)  st = Concat <axis = -1> (ru, iu)  y = Reshape(st, whole) }"
+)
 HALF_TABLES = TABLES.replace("d = Concat <axis = -1> (f, f)", "d = Identity(f)")
 ROTATIONS = {
     "as transformers writes it": TABLES + TURN,
@@ -33,6 +49,14 @@ ROTATIONS = {
     + TURN.replace("y =", "m =").replace("}", " k = Concat <axis = 3> (b, a)  y = Mul(m, k) }"),
     "as Paddle writes it": TABLES + TURN.replace("Neg(b)", "Mul(b, minus)"),
     "half by half": HALF_TABLES + PARTS,
+    "of neighbours": PAIR_TABLES + EVEN_ODD + PAIR_TURN,
+    "of neighbours, tiled": PAIR_TABLES.replace("Expand", "Tile") + EVEN_ODD + PAIR_TURN,
+    "of neighbours, stacked": PAIR_TABLES.replace("Expand(e, twice)", "Concat <axis = -1> (e, e)")
+    + COLUMNS
+    + PAIR_TURN,
+    "of neighbours, split": PAIR_TABLES + SPLIT + PAIR_TURN,
+    "of neighbours, one by one": HALF_TABLES + COLUMNS + PAIR_PARTS,
+    "of neighbours, one by one, the other way round": HALF_TABLES + EVEN_ODD + PAIR_PARTS.replace("(t, u)", "(u, t)"),
     "half by half, the other way round": HALF_TABLES + PARTS.replace("(t, u)", "(u, t)").replace("a, c", "c, a"),
 }
 OTHERS = {
@@ -45,6 +69,12 @@ OTHERS = {
     "of which a part is read": TABLES + TURN.replace("y =", "m =").replace("}", " y = Mul(m, t) }"),
     "backwards, half by half": HALF_TABLES + PARTS.replace("Sub(p, q)", "Add(p, q)").replace("Add(t, u)", "Sub(u, t)"),
     "half by half, with the tables changed": HALF_TABLES + PARTS.replace("t = Mul(a, s)", "t = Mul(a, c)"),
+    "of neighbours, by tables of halves": TABLES + EVEN_ODD + PAIR_TURN,
+    "of halves, by tables of neighbours": PAIR_TABLES + TURN,
+    "of neighbours, put behind each other": HALF_TABLES + EVEN_ODD + PARTS.replace(PARTS[: PARTS.index("p =")], ""),
+    "of halves, put into each other": HALF_TABLES + PARTS[: PARTS.index("p =")] + PAIR_PARTS,
+    "of the wrong neighbours": PAIR_TABLES + EVEN_ODD.replace("one, end", "begin, end") + PAIR_TURN,
+    "of neighbours that are not turned": PAIR_TABLES + EVEN_ODD + PAIR_TURN.replace("(nu, au)", "(au, nu)"),
     "half by half, in another order": HALF_TABLES + PARTS.replace("(r, i)", "(i, r)"),
 }
 
@@ -130,11 +160,12 @@ def test_what_onnx_has_is_found() -> None:
     np.testing.assert_allclose(y, -np.concatenate([a * c - b * s, a * s + b * c], -1), atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["as transformers writes it", "of neighbours"])
 @pytest.mark.parametrize("mode", ["fp32", "mixed", "pure"])
-def test_it_is_trained_and_saved_written_out(mode: str, tmp_path: Path) -> None:
+def test_it_is_trained_and_saved_written_out(mode: str, name: str, tmp_path: Path) -> None:
     """The saved model has operators of ONNX alone, and gives what the trained program gives."""
     numbers = ", ".join(f"{value:.3f}" for value in np.random.default_rng(1).normal(size=SIZE * SIZE))
-    body = ROTATIONS["as transformers writes it"].replace("y = Add(p, q)", "r = Add(p, q)  y = MatMul(r, w)")
+    body = ROTATIONS[name].replace("y = Add(p, q)", "r = Add(p, q)  y = MatMul(r, w)")
     text = head().replace("<float[1", f"<float[{SIZE}, {SIZE}] w = {{{numbers}}}, float[1", 1)
     main = amp.Program.from_onnx(onnx.parser.parse_model(text + body))
     assert any("rotations" in note for note in amp.prepare_training(main).notes)

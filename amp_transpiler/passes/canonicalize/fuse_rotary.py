@@ -1,9 +1,9 @@
 """Rotary positions that an exporter wrote out become one operator when they are trained.
 
-Written out, ``x * cos + concat(-b, a) * sin``, where a and b are the halves of x, takes seven operators, and their
-gradients seven more; ``concat(a * cos - b * sin, a * sin + b * cos)``, which the operator of ONNX stands for, as many.
-RotaryEmbedding of onnxruntime reads queries or keys once and writes them once; its gradient is the turn back. What is
-saved for inference has them written out again.
+Written out, ``x * cos + concat(-b, a) * sin``, where a and b are the halves of x or its even and odd numbers
+(:mod:`.rotary_parts`), takes seven operators and more, and their gradients as many; ``concat(a * cos - b * sin,
+a * sin + b * cos)``, which the operator of ONNX stands for, too. RotaryEmbedding of onnxruntime reads queries or keys
+once and writes them once; its gradient is the turn back. What is saved for inference has them written out again.
 """
 
 from __future__ import annotations
@@ -16,32 +16,29 @@ import numpy as np
 
 from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.metadata import FUSED
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.ir.types import FLOATS
-from amp_transpiler.passes.canonicalize.matching import added_number, factor, maker, only_reader, remove
-from amp_transpiler.passes.view.constants import content
+from amp_transpiler.passes.canonicalize.matching import factor, maker, only_reader, remove
+from amp_transpiler.passes.canonicalize.rotary_parts import Joined, Part, joined, negated, part_of, repeats
 from amp_transpiler.passes.view.of_type import of_type
 
 TYPE = "RotaryEmbedding"
 _STANDS_FOR = "Mul Add Concat Neg Sub"
 
-#: What makes halves of equal halves, of one operand.
-_OF_EQUAL_HALVES = frozenset({"Cast", "Cos", "Expand", "Identity", "Neg", "Reshape", "Sin", "Unsqueeze"})
-#: Operators that are looked at to show that the halves of a table are equal.
-_STEPS = 12
-
 
 @dataclass(frozen=True)
 class _Turn:
-    """The operator that ends it, what is turned, and the cosines and sines beside it, for half of it or all."""
+    """The operator that ends it, what is turned, and the cosines and sines beside it, for half of it or all.
+
+    ``pairs``: neighbours are turned against each other, not halves.
+    """
 
     last: Operator
     x: Variable
     cos: Variable
     sin: Variable
+    pairs: bool
 
 
 @dataclass(frozen=True)
@@ -58,11 +55,13 @@ class _Layout:
 
 
 def fuse_rotations(program: Graph) -> list[str]:
-    """Put one operator in the place of each rotation of pairs, a head's halves, by angles that are not trained."""
+    """Put one operator in the place of each rotation of pairs, a head's halves or neighbours, by angles that are not
+    trained."""
     tables: dict[Variable, Variable] = {}
     count = 0
     for concat in of_type(program, "Concat"):
-        turn = _of_both_halves(concat) or _half_by_half(concat)
+        found = joined(concat)
+        turn = None if found is None else _of_both_parts(found) or _part_by_part(found)
         layout = None if turn is None or not _fixed(turn.cos) or not _fixed(turn.sin) else _layout(turn)
         if turn is not None and layout is not None:
             _fuse(turn, layout, tables)
@@ -70,11 +69,10 @@ def fuse_rotations(program: Graph) -> list[str]:
     return [f"{count} rotations by position that were written out are one operator each"] if count else []
 
 
-def _of_both_halves(concat: Operator) -> _Turn | None:
-    """x * cos + concat(-b, a) * sin, whose tables hold the same for both halves."""
-    negated, turned = _negated(concat.input(0)), concat.outputs[0]
-    x, first, second = _halves(negated)
-    if x is None or concat.inputs[1:] != [first] or negated is not second or not _along_last(concat):
+def _of_both_parts(found: Joined) -> _Turn | None:
+    """x * cos + concat(-b, a) * sin, whose tables hold the same for both parts."""
+    second, first, turned = part_of(negated(found.first)), part_of(found.second), found.last.output(0)
+    if first is None or second != Part(first.x, True, found.pairs) or first != Part(first.x, False, found.pairs):
         return None
     product = only_reader(turned)
     sin = None if product is None else factor(product, turned)
@@ -82,55 +80,35 @@ def _of_both_halves(concat: Operator) -> _Turn | None:
     if product is None or sin is None or total is None or total.full_type != "Add":
         return None
     beside = maker(total.input(1) if total.input(0) is product.outputs[0] else total.input(0), "Mul")
-    cos = None if beside is None else factor(beside, x)
-    if cos is None or not _repeats(cos, _STEPS) or not _repeats(sin, _STEPS):
+    cos = None if beside is None else factor(beside, first.x)
+    if cos is None or not repeats(cos, found.pairs) or not repeats(sin, found.pairs):
         return None
-    return _Turn(total, x, cos, sin)
+    return _Turn(total, first.x, cos, sin, found.pairs)
 
 
-def _negated(variable: Variable | None) -> Variable | None:
-    """What the variable is the negative of: Paddle's exporter writes a factor of -1."""
-    negative = maker(variable, "Neg")
-    if negative is not None:
-        return negative.input(0)
-    value, number = added_number(variable, "Mul")
-    return value if number == -1 else None
-
-
-def _half_by_half(concat: Operator) -> _Turn | None:
+def _part_by_part(found: Joined) -> _Turn | None:
     """concat(a * cos - b * sin, a * sin + b * cos)."""
-    real, imaginary = (maker(concat.input(slot), type_) for slot, type_ in enumerate(("Sub", "Add")))
-    if real is None or imaginary is None or len(concat.inputs) != 2 or not _along_last(concat):
+    real, imaginary = maker(found.first, "Sub"), maker(found.second, "Add")
+    if real is None or imaginary is None:
         return None
-    products = [maker(v, "Mul") for v in (*real.inputs, *imaginary.inputs)]
-    given = [] if products[0] is None else [_halves(v) for v in products[0].inputs]
-    x, first, second = next((found for found in given if found[0] is not None), (None, None, None))
-    cos, sin = (None if op is None else factor(op, half) for op, half in zip(products, (first, second), strict=False))
-    if x is None or cos is None or sin is None:
+    products = [_of_part(v) for v in (*real.inputs, *imaginary.inputs)]
+    if None in products:
         return None
-    for straight, crossed in (products[2:], products[:1:-1]):
-        if straight is not None and crossed is not None:
-            if factor(straight, first) is sin and factor(crossed, second) is cos:
-                return _Turn(concat, x, cos, sin)
+    (a, cos), (b, sin), (c, crossed), (d, straight) = products  # type: ignore[misc]
+    if c.second:
+        (c, crossed), (d, straight) = (d, straight), (c, crossed)
+    same = a == c == Part(a.x, False, found.pairs) and b == d == Part(a.x, True, found.pairs)
+    return _Turn(found.last, a.x, cos, sin, found.pairs) if same and crossed is sin and straight is cos else None
+
+
+def _of_part(variable: Variable | None) -> tuple[Part, Variable] | None:
+    """The part of a head that a product multiplies, and with what."""
+    product = maker(variable, "Mul")
+    for half in product.inputs if product is not None else ():
+        part, table = part_of(half), None if product is None else factor(product, half)
+        if part is not None and table is not None:
+            return part, table
     return None
-
-
-def _halves(variable: Variable | None) -> tuple[Variable | None, Variable | None, Variable | None]:
-    """What a Split cuts into two equal parts along its last axis, and the parts, of which the variable is one."""
-    split = maker(variable, "Split")
-    if split is None or len(split.outputs) != 2 or not _along_last(split):
-        return None, None, None
-    first, second = split.outputs
-    equal = first is not None and second is not None and first.shape == second.shape
-    return (split.inputs[0], first, second) if equal else (None, None, None)
-
-
-def _along_last(op: Operator) -> bool:
-    """Whether an operator with an axis cuts, or puts together, along the last one of fp32 tensors with four."""
-    x = op.inputs[0]
-    if x is None or len(x.shape or ()) != 4 or x.dtype != "float32":
-        return False
-    return int(op.attrs.get("axis", 0)) in (-1, 3)
 
 
 def _fixed(variable: Variable) -> bool:
@@ -145,36 +123,6 @@ def _fixed(variable: Variable) -> bool:
         seen.update(new)
         pending += new
     return True
-
-
-def _repeats(variable: Variable, steps: int) -> bool:
-    """Whether the second half of the last axis is known to hold what the first does."""
-    data, op, shape = content(variable), variable.producer, variable.shape or ()
-    if data is not None:
-        return bool(tensor_type(data)[1]) and _has_equal_halves(as_array(data))
-    if op is None or op.domain or not steps or not shape or not isinstance(shape[-1], int):
-        return False
-    if op.type == "Concat":
-        return int(op.attrs["axis"]) in (-1, len(shape) - 1) and len(op.inputs) == 2 and op.inputs[0] is op.inputs[1]
-    if op.type == "Mul":
-        return all(v is not None and (_is_one_number(v) or _repeats(v, steps - 1)) for v in op.inputs)
-    source = op.input(0)
-    if op.type not in _OF_EQUAL_HALVES or source is None or (source.shape or (None,))[-1] != shape[-1]:
-        return False
-    if op.type == "Unsqueeze":  # an axis of 1 behind the last would not have its size
-        axes = None if op.input(1) is None else constant_array(op.inputs[1])  # type: ignore[arg-type]
-        if axes is None or {-1, len(shape) - 1} & {int(axis) for axis in axes.reshape(-1)}:
-            return False
-    return _repeats(source, steps - 1)
-
-
-def _has_equal_halves(array: np.ndarray) -> bool:
-    half, odd = divmod(array.shape[-1], 2)
-    return not odd and bool((array[..., :half] == array[..., half:]).all())
-
-
-def _is_one_number(variable: Variable) -> bool:
-    return variable.shape is not None and all(size == 1 for size in variable.shape)
 
 
 def _layout(turn: _Turn) -> _Layout | None:
@@ -197,19 +145,20 @@ def _layout(turn: _Turn) -> _Layout | None:
 
 def _fuse(turn: _Turn, layout: _Layout, tables: dict[Variable, Variable]) -> None:
     program, last, x, heads = turn.last.program, turn.last, turn.x, layout.heads
-    cos, sin = (_as_rows(table, layout, last, tables) for table in (turn.cos, turn.sin))
+    cos, sin = (_as_rows(table, turn, layout, tables) for table in (turn.cos, turn.sin))
+    attrs = {"interleaved": 1} if turn.pairs else {}
     at: np.ndarray = np.zeros(1, np.int64)  # consecutive ones, from the first on
     if layout.examples != 1 and isinstance(layout.places, int):
         at = np.arange(layout.examples * layout.places).reshape(layout.examples, layout.places)
     read, out = [program.add_constant(f"{x.name}.positions", at), cos, sin], last.outputs[0]
     remove(last, {x, turn.cos, turn.sin})
     if heads is None:
-        _add(program, [x, *read], out, last, {})
+        _add(program, [x, *read], out, last, attrs)
         return
     width, (batch, places, *_) = heads * layout.size, x.shape or ()
     rows, turned = (program.new_variable(x.name, x.dtype, (batch, places, width)) for _ in range(2))
     _reshape(x, rows, [0, 0, width], last)
-    _add(program, [rows, *read], turned, last, {"num_heads": heads})
+    _add(program, [rows, *read], turned, last, {"num_heads": heads, **attrs})
     _reshape(turned, out, [0, 0, heads, layout.size], last)
 
 
@@ -225,17 +174,18 @@ def _reshape(source: Variable, target: Variable | None, sizes: list[int], like: 
     )
 
 
-def _as_rows(table: Variable, layout: _Layout, like: Operator, tables: dict[Variable, Variable]) -> Variable:
-    """The first half of a table, or what is a half already, as a matrix with a row for each place."""
+def _as_rows(table: Variable, turn: _Turn, layout: _Layout, tables: dict[Variable, Variable]) -> Variable:
+    """One part of a table, or what is one already, as a matrix with a row for each place."""
     if table not in tables:
-        program, half, width, shape = table.program, table, layout.size // 2, table.shape or ()
+        program, part, width, shape = table.program, table, layout.size // 2, table.shape or ()
         if shape[-1] != width:
-            half = program.new_variable(table.name, table.dtype, (*shape[:-1], width))
-            bounds = [program.add_constant(f"{table.name}.half", np.array([n])) for n in (0, width, -1)]
-            program.add_operator("Slice", [table, *bounds], [half], like=like)
+            part = program.new_variable(table.name, table.dtype, (*shape[:-1], width))
+            numbers = (0, layout.size, -1, 2) if turn.pairs else (0, width, -1, 1)
+            bounds = [program.add_constant(f"{table.name}.part", np.array([n])) for n in numbers]
+            program.add_operator("Slice", [table, *bounds], [part], like=turn.last)
         places: int | str = layout.places
         if layout.examples != 1 and isinstance(places, int):
             places *= layout.examples
         tables[table] = program.new_variable(table.name, table.dtype, (places, width))
-        _reshape(half, tables[table], [-1, width], like)
+        _reshape(part, tables[table], [-1, width], turn.last)
     return tables[table]
