@@ -36,12 +36,11 @@ def _scatter_rows(e: Emitter, shape: Sequence[int], indices: Value, rows: Value)
 def gather(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
     shape = shape_of(e, 0)
     axis = int(op.attrs.get("axis", 0)) % len(shape)
-    known = e.known(op.inputs[0])
-    if known is not None and known.size == 1:  # one position, such as the first token: zeros around it
-        at = int(known.reshape(())) % shape[axis]
-        kept = e.reshape(dy, [*shape[:axis], 1, *shape[axis + 1 :]])
-        return [padded_axis(e, kept, axis, at, shape[axis] - 1 - at)]
-    count, rank = math.prod(size_of(indices)), len(shape)
+    count, rank, known = math.prod(size_of(indices)), len(shape), e.known(op.inputs[0])
+    first = None if known is None else _begin(known, shape[axis])
+    if first is not None:  # such as the first token: zeros around it
+        kept = e.reshape(dy, [*shape[:axis], count, *shape[axis + 1 :]])
+        return [padded_axis(e, kept, axis, first, shape[axis] - count - first)]
     flat = e.reshape(indices, [count, 1])
     rows = e.reshape(dy, [*shape[:axis], count, *shape[axis + 1 :]])
     rows = e.transpose(rows, [axis, *(i for i in range(rank) if i != axis)])
@@ -59,16 +58,26 @@ def gather_elements(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grad
 
 @gradient("GatherND", reads="x1 dy0", native=True)
 def gather_nd(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
-    batch = int(op.attrs.get("batch_dims", 0))
+    batch, at, shape = int(op.attrs.get("batch_dims", 0)), size_of(indices), shape_of(e, 0)
+    known = None if batch or at[-1] != 1 else e.known(op.inputs[0])
+    first = None if known is None else _begin(known, shape[0])
+    if first is not None:
+        count = math.prod(at)
+        return [padded_axis(e, e.reshape(dy, [count, *shape[1:]]), 0, first, shape[0] - count - first)]
     if batch:
         # ScatterND has no batch dimensions: their coordinates become part of the index.
-        shape = size_of(indices)
-        grid = np.indices(shape[:batch]).transpose([*range(1, batch + 1), 0])
-        grid = grid.reshape([*shape[:batch], *[1] * (len(shape) - batch - 1), batch])
-        coordinates = np.broadcast_to(grid, [*shape[:-1], batch]).astype(np.int64)
-        whole = (*shape[:-1], batch + shape[-1])
+        grid = np.indices(at[:batch]).transpose([*range(1, batch + 1), 0])
+        grid = grid.reshape([*at[:batch], *[1] * (len(at) - batch - 1), batch])
+        coordinates = np.broadcast_to(grid, [*at[:-1], batch]).astype(np.int64)
+        whole = (*at[:-1], batch + at[-1])
         indices = e.Concat(e.const(coordinates), e.cast(indices, "int64"), axis=-1, shape=whole)
-    return [_scatter_rows(e, shape_of(e, 0), indices, dy)]
+    return [_scatter_rows(e, shape, indices, dy)]
+
+
+def _begin(indices: np.ndarray, size: int) -> int | None:
+    """The first of places along an axis that follow each other; None where they do not."""
+    at = indices.reshape(-1) % size if size else indices[:0]
+    return int(at[0]) if at.size and (np.diff(at) == 1).all() else None
 
 
 def _adds(op: Operator) -> bool:

@@ -164,6 +164,22 @@ def test_gather_adds_up_duplicates() -> None:
     np.testing.assert_array_equal(dx, [[1], [3], [0]])
 
 
+@pytest.mark.parametrize("type_", ["Gather", "GatherND"])
+@pytest.mark.parametrize(
+    ("places", "follow"),
+    [([2], True), ([-1], True), ([1, 2], True), ([-2, -1], True), ([[0, 1], [2, 3]], True)]
+    + [([-1, 0], False), ([0, 2], False), ([1, 0], False), ([3, 3], False)],
+)
+def test_known_places_that_follow_each_other_are_padded(places: list[Any], follow: bool, type_: str) -> None:
+    """As the last token, or one of the heads: no scatter, which adds up in fp32."""
+    indices = np.array(places)[..., None] if type_ == "GatherND" else np.array(places)
+    x = normal(0, (4, 2, 3))
+    check_gradient(type_, [x, indices])
+    for place in ("cpu", "cuda"):
+        model = gradient_model(type_, [x, indices], "float16", place, wrt=[0])
+        assert bool({"ScatterND", "ScatterElements"} & {node.op_type for node in model.graph.node}) != follow
+
+
 @pytest.mark.parametrize(("rows", "type_"), [(400, "ScatterElements"), (200, "ScatterND")])
 def test_few_rows_of_a_table_are_added_to_zeros_where_they_lie_on_cpu(rows: int, type_: str) -> None:
     ids = ints(rows - 1, 3, -1, 0, 3, 3)
