@@ -7,7 +7,8 @@ import onnx
 import pytest
 
 import amp_transpiler as amp
-from tests.helpers.sessions import session
+from amp_transpiler.passes.canonicalize.simplify import remove_identities
+from tests.helpers.sessions import run, session
 
 HEAD = '<ir_version: 8, opset_import: ["" : 17]>'
 
@@ -187,6 +188,44 @@ def test_arithmetic_that_changes_nothing_goes(line: str) -> None:
 def test_arithmetic_that_changes_something_stays(line: str, shape: str) -> None:
     kinds = types(converted(f"(float[3, 2] x) => (float[{shape}] y) {NUMBERS} {{ n = Neg(x)  {line}  y = Exp(t) }}"))
     assert kinds[-2:] == [line.rpartition("= ")[2].split("(")[0], "Exp"]
+
+
+SOFTPLUS = "<float bound = {20}, float low = {19}, float[1, 1, 1] wide = {20}> "
+
+
+@pytest.mark.parametrize("end", ["y = Exp(t)", "y = Identity(t)"])
+def test_a_softplus_beyond_20_is_one(end: str) -> None:
+    """torch exports x from there on, which it is to the last digit."""
+    line = "s = Softplus(n)  g = Greater(n, bound)  t = Where(g, n, s)"
+    text = f"(float[3, 2] x) => (float[3, 2] y) {SOFTPLUS} {{ n = Neg(x)  {line}  {end} }}"
+    assert types(converted(text))[:2] == ["Neg", "Softplus"] and "Where" not in types(converted(text))
+    x = -np.float32([[19.9, 20.1], [100, -100], [20, np.inf]])
+    program = amp.Program.from_onnx(model(text))
+    before = run(program.to_onnx(), {"x": x})[0]
+    assert remove_identities(program, frozenset(), frozenset())
+    assert run(program.to_onnx(), {"x": x})[0].tobytes() == before.tobytes()
+    trained = text.replace("<float bound", "<float[2] w = {1, 2}, float bound").replace("Neg(x)", "Mul(x, w)")
+    program = amp.Program.from_onnx(model(trained))
+    amp.prepare_training(program)
+    program.verify()
+    assert not {"Where", "Greater"} & {op.type for op in program.operators}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "s = Softplus(n)  g = Greater(n, low)  t = Where(g, n, s)",
+        "s = Softplus(n)  g = Less(n, bound)  t = Where(g, n, s)",
+        "s = Softplus(n)  g = Greater(n, bound)  t = Where(g, s, n)",
+        "s = Softplus(n)  g = Greater(x, bound)  t = Where(g, n, s)",
+        "s = Softplus(x)  g = Greater(n, bound)  t = Where(g, n, s)",
+        "s = Softplus(n)  g = Greater(n, wide)  r = Where(g, n, s)  t = Squeeze(r)",
+    ],
+)
+def test_other_selections_of_a_softplus_stay(line: str) -> None:
+    assert "Where" in types(
+        converted(f"(float[3, 2] x) => (float[3, 2] y) {SOFTPLUS} {{ n = Neg(x)  {line}  y = Exp(t) }}")
+    )
 
 
 def test_a_parameter_of_one_is_no_number() -> None:

@@ -10,13 +10,15 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.proto_residue import listed_inputs
 from amp_transpiler.ir.tensors import tensor_type
 from amp_transpiler.ir.types import ONNX_TYPES
-from amp_transpiler.passes.canonicalize.matching import number
+from amp_transpiler.passes.canonicalize.matching import maker, number, remove
 from amp_transpiler.passes.view.constants import content
 from amp_transpiler.passes.view.of_type import of_type
 
 #: The number that changes nothing as an operand of elementwise arithmetic, and the operands that it may be.
 _NEUTRAL = {"Add": (0, (1, 0)), "Sub": (0, (1,)), "Mul": (1, (1, 0)), "Div": (1, (1,)), "Pow": (1, (1,))}
-_IDENTITIES = frozenset({"Identity", "Cast", "Dropout", *_NEUTRAL})
+_IDENTITIES = frozenset({"Identity", "Cast", "Dropout", "Where", *_NEUTRAL})
+#: From here on softplus(x) is x in float32: exp(-x) is less than half of its last digit.
+_LINEAR = 20
 
 
 def settle_casts(program: Graph, keep: frozenset[Operator]) -> None:
@@ -34,7 +36,8 @@ def _typed_cast(d: Parts, op: Operator, x: Variable, _like: Variable) -> list[Va
 
 def remove_identities(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> int:
     """Take out Identity, casts to the type that is there, Dropout that is not trained, and arithmetic with a number
-    that changes nothing (x + 0, x * 1, as onnxruntime does), in nested graphs too; how many.
+    that changes nothing (x + 0, x * 1, as onnxruntime does; x for softplus(x) from 20 on, as torch exports it), in
+    nested graphs too; how many.
 
     Outputs keep their names, and so do variables among ``names``; operators of ``keep`` stay.
     """
@@ -58,7 +61,10 @@ def remove_identities(program: Graph, names: frozenset[str], keep: frozenset[Ope
         program.replace_uses(made, read)
         if read.shape is None and read not in program.inputs and read.outer is None:
             read.shape = made.shape
-        program.remove_operator(op)
+        if op.type == "Where":
+            remove(op, {read})
+        else:
+            program.remove_operator(op)
         program.remove_variable(made)
         count += 1
     return count
@@ -69,12 +75,12 @@ def _give_name(op: Operator, read: Variable, outputs: set[Variable], names: froz
     program, made = op.program, op.outputs[0]
     if made is None or read.producer is None or read in outputs or read.name in names:
         return False
-    maker, slot = read.producer, read.producer_slot
-    if maker.type == "Constant" or read.data is not None:
+    source, slot = read.producer, read.producer_slot
+    if source.type == "Constant" or read.data is not None:
         return False
     program.remove_operator(op)
     program.replace_uses(read, made)
-    maker.set_output(slot, made)
+    source.set_output(slot, made)
     made.shape = made.shape or read.shape
     program.remove_variable(read)
     return True
@@ -92,6 +98,8 @@ def _handed_on(op: Operator) -> Variable | None:
             if not computed and _is_neutral(given, neutral, op.input(1 - slot)):
                 return op.input(1 - slot)
         return None
+    if op.type == "Where":
+        return op.input(2) if _is_linear_softplus(op) else None
     if op.type == "Dropout":
         if op.output(1) is not None or op.program.opset() < 7:
             return None
@@ -102,11 +110,24 @@ def _handed_on(op: Operator) -> Variable | None:
     return op.input(0)
 
 
+def _is_linear_softplus(op: Operator) -> bool:
+    """Whether it selects x for softplus(x) from 20 on, where float32 has no number between the two."""
+    greater, softplus, x = maker(op.input(0), "Greater"), maker(op.input(2), "Softplus"), op.input(1)
+    if greater is None or softplus is None or x is None or not softplus.input(0) is greater.input(0) is x:
+        return False
+    bound = number(greater.input(1))
+    return bound is not None and bound >= _LINEAR and _adds_no_dimension(greater.input(1), x)
+
+
 def _is_neutral(variable: Variable | None, neutral: int, other: Variable | None) -> bool:
     """Whether this is the neutral number, of no more dimensions than the other operand."""
-    if variable is None or other is None or number(variable) != neutral:
+    return number(variable) == neutral and _adds_no_dimension(variable, other)
+
+
+def _adds_no_dimension(constant: Variable | None, other: Variable | None) -> bool:
+    if constant is None or other is None:
         return False
-    rank = len(tensor_type(content(variable))[1])
+    rank = len(tensor_type(content(constant))[1])
     return not rank or rank <= len(other.shape or ())
 
 
