@@ -75,11 +75,11 @@ def joined(concat: Operator) -> Joined | None:
     last = only_reader(out)
     if rank != 5 or axis not in (-1, 4) or last is None or last.full_type != "Reshape" or last.input(0) is not out:
         return None
-    parts = [None if op is None or not _adds_last(op) else op.input(0) for op in apart]
+    one, other = (None if op is None or not _adds_last(op) else op.input(0) for op in apart)
     shape, made = out.shape or (), last.output(0)
-    if None in parts or made is None or not isinstance(shape[3], int) or made.shape != (*shape[:3], 2 * shape[3]):
+    if one is None or other is None or made is None or not isinstance(shape[3], int):
         return None
-    return Joined(*parts, last, True)  # type: ignore[arg-type]
+    return Joined(one, other, last, True) if made.shape == (*shape[:3], 2 * shape[3]) else None
 
 
 def negated(variable: Variable | None) -> Variable | None:
