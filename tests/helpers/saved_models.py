@@ -23,14 +23,15 @@ def trained_and_saved(main: amp.Program, x: np.ndarray, mode: str, folder: Path)
         optimizer.minimize(F.mean(F.cast(y * y, "float32")), main.startup)
     for place in (amp.CPUPlace(), amp.CUDAPlace(0)):
         assert main.memory_estimate({"x": x.shape}, place).peak
-    executor = amp.Executor(amp.CPUPlace())
-    executor.run(main.startup)
-    if mode == "pure":
-        optimizer.amp_init(amp.CPUPlace())
-    for _ in range(3):
-        executor.run(main, {"x": x}, [])
-    (expected,) = executor.run(main.clone(for_test=True), {"x": x}, [y.name])
-    amp.save_inference_model(str(folder / "m"), [main.inputs[0]], [y], executor, program=main)
+    with amp.scope_guard(amp.Scope()):
+        executor = amp.Executor(amp.CPUPlace())
+        executor.run(main.startup)
+        if mode == "pure":
+            optimizer.amp_init(amp.CPUPlace())
+        for _ in range(3):
+            executor.run(main, {"x": x}, [])
+        (expected,) = executor.run(main.clone(for_test=True), {"x": x}, [y.name])
+        amp.save_inference_model(str(folder / "m"), [main.inputs[0]], [y], executor, program=main)
     file = next(path for path in folder.rglob("*") if path.is_file() and path.suffix in (".onnx", ""))
     model = onnx.load(file)
     onnx.checker.check_model(model, full_check=True)

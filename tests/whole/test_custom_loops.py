@@ -21,7 +21,7 @@ FEED = {"x": X, "ids": IDS, "y": Y}
 
 @pytest.fixture(autouse=True)
 def fresh_names() -> Iterator[None]:
-    with amp.unique_name.guard():
+    with amp.unique_name.guard(), amp.scope_guard(amp.Scope()):
         yield
 
 
