@@ -1,9 +1,10 @@
 """What constants lose when they are rounded to 16 bit, and what happens to those that lose too much.
 
 The policy: a mask beyond the format takes the format's limit instead, or its share of it where something is added to
-the mask; any other number beyond it keeps its readers in fp32. A number that would become zero keeps its readers in fp32
-where it is all that the constant holds (the eps of a norm, which guards a division) or where it makes up the tensor it is
-a factor of. Single elements of a larger tensor that become zero are ordinary rounding. Every element that is lost is noted.
+the mask; any other number beyond it keeps its readers in fp32. A number that would become zero keeps its readers in
+fp32 where it is all that the constant holds (the eps of a norm, which guards a division) or where it makes up the
+tensor it is a factor of. Single elements of a larger tensor that become zero are ordinary rounding. Every element
+that is lost is noted.
 """
 
 from __future__ import annotations
