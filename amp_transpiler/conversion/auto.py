@@ -8,7 +8,7 @@ tells what operators add to the error, and a search on a budget of runs (:mod:`.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,10 +29,12 @@ from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import LIMITS
 from amp_transpiler.passes.numerics.constraints import Constraints
-from amp_transpiler.passes.numerics.mask_constants import masked_tensors
+from amp_transpiler.passes.numerics.masks import Masks
+from amp_transpiler.passes.numerics.saturation import saturated
 from amp_transpiler.passes.partition.assign_precision import Assignment
 from amp_transpiler.passes.pipeline import Context, Pass, Property, Value
 from amp_transpiler.passes.view.constants import saturate
+from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.budget import calibration_budget, within
 
@@ -119,7 +121,7 @@ class _Search:
         """The conversion."""
         first = self._measured(self._converted({}))
         assert first.measurement is not None
-        self.tensors = unsafe(first.measurement, self.dtype, masked_tensors(self.program, self.dtype))
+        self.tensors = unsafe(first.measurement, self.dtype, margins(self.program, self.dtype))
         if self.tensors:
             self._note(first, f"; {len(self.tensors)} tensors do not fit {self.dtype}")
             first = self._measured(self._converted({}))
@@ -254,12 +256,22 @@ def _saturated(program: Program, options: ConversionOptions) -> Program:
     return copy
 
 
-def unsafe(found: Measurement, dtype: str, masked: Collection[str]) -> dict[str, Reason]:
-    """Tensors that the data shows not to fit the format, with the reason; ``masked``: those with masked places."""
+def margins(program: Graph, dtype: str) -> dict[str, float]:
+    """By how much a tensor's largest number may not come near the format's, where that is not :data:`MARGIN`.
+
+    A mask takes what there is, with what is added to it; what ends in a tanh of 1 may be infinite.
+    """
+    flow, limit = Flow(program), LIMITS[dtype].largest
+    found = {variable.name: 1.0 for variable in Masks(flow, limit).summands}
+    return found | {variable.name: 0.0 for variable in saturated(flow, limit)}
+
+
+def unsafe(found: Measurement, dtype: str, special: Mapping[str, float]) -> dict[str, Reason]:
+    """Tensors that the data shows not to fit the format, with the reason; ``special``: their :func:`margins`."""
     reasons: dict[str, Reason] = {}
     limits = LIMITS[dtype]
     for name, t in found.tensors.items():
-        margin = 1.0 if name in masked else MARGIN  # a mask takes what there is, with what is added to it
+        margin = special.get(name, MARGIN)
         if t.largest * margin > limits.largest and math.isfinite(t.largest):
             detail = (f"{t.largest:.3g}", dtype, f"{limits.largest:.5g}")
             reasons[name] = Reason(Kind.REACHES, name, detail)

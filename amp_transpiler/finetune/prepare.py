@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from amp_transpiler.conversion.auto import unsafe
+from amp_transpiler.conversion.auto import margins, unsafe
 from amp_transpiler.conversion.calibration.measure import measure
 from amp_transpiler.conversion.calibration.samples import load_calibration
 from amp_transpiler.conversion.fold_constants import fold_values
@@ -46,7 +46,7 @@ from amp_transpiler.passes.canonicalize.nan_rows import free_nan_rows
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.canonicalize.simplify import remove_identities
 from amp_transpiler.passes.canonicalize.whole_splits import split_wholes
-from amp_transpiler.passes.numerics.mask_constants import masked_tensors, saturate_masks
+from amp_transpiler.passes.numerics.mask_constants import saturate_masks
 from amp_transpiler.passes.precision.pure import cast_model_to_fp16
 from amp_transpiler.passes.precision.widen import widen
 from amp_transpiler.program import Program
@@ -252,11 +252,11 @@ def _keep_measured(program: Program, calibration: Any) -> list[str]:
     batches = load_calibration(calibration, program)
     reference = program.clone(for_test=True)
     become_constants(reference)
-    masked = masked_tensors(reference, "float16")
+    special = margins(reference, "float16")
     saturate_masks(reference, "float16")
     narrow = reference.clone()
     cast_model_to_fp16(narrow, use_fp16_guard=False, numeric_guards=True)
-    found = unsafe(measure(reference, narrow, batches, "float16"), "float16", masked)
+    found = unsafe(measure(reference, narrow, batches, "float16"), "float16", special)
     for name, why in found.items():
         variable = program.var(name)
         for op in (variable.producer, *(reader for reader, _ in variable.readers)):

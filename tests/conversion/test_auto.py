@@ -320,3 +320,20 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
             load_calibration(tmp_path / name, program)
     with pytest.raises(ArgumentError, match="keep one kind"):
         load_calibration(tmp_path, program)
+
+
+def test_a_cube_that_is_infinite_below_a_tanh_is_no_overflow() -> None:
+    """What is measured of it is beyond float16, where the tanh is 1."""
+    text = (
+        HEAD
+        + f"""net (float[16,8] x) => (float[16,8] y)
+    <float[8,8] w = {{{W}}}, float three = {{3}}, float c = {{0.044715}}, float r = {{0.7978846}}, float one = {{1}},
+     float half = {{0.5}}>
+    {{ h = MatMul(x, w) p = Pow(h, three) q = Mul(c, p) s = Add(h, q) a = Mul(r, s) t = Tanh(a) g = Add(t, one)
+       k = Mul(half, h) m = Mul(k, g) y = MatMul(m, w) }}"""
+    )
+    model, feeds = onnx.parser.parse_model(text), {"x": 60 * X}
+    for mode in ("auto", "pure"):
+        program = amp.convert(model, mode=mode, calibration=feeds)
+        assert not kept(program) and program.conversion.outputs["y"] <= 2e-3
+        assert {op.precision for op in program.walk() if op.type != "Cast"} == {"float16"}

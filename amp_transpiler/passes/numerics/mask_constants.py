@@ -31,11 +31,6 @@ def saturate_masks(program: Graph, dtype: str) -> bool:
     return bool(found)
 
 
-def masked_tensors(program: Graph, dtype: str) -> frozenset[str]:
-    """The names of the tensors with masked places in a program whose masks lie beyond ``dtype``."""
-    return frozenset(variable.name for variable in Masks(Flow(program), LIMITS[dtype].largest).summands)
-
-
 @dataclass(frozen=True)
 class SaturateMasks(Pass):
     """Constants that only mask end at half of the largest number of the type."""
