@@ -11,7 +11,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.passes.canonicalize.fuse_hard_swish import fuse_hard_swishes
 from tests.helpers.saved_models import trained_and_saved
-from tests.helpers.slopes import slope
+from tests.helpers.slopes import assert_slope, assert_stays, slope
 
 HEAD = '<ir_version: 8, opset_import: ["" : 20]> g (float[batch, 8] x) => (float[batch, 8] y) '
 HEAD += "<float three = {3}, float zero = {0}, float six = {6}, float sixth = {0.16666667}, float[1, 1] wide = {3}, "
@@ -55,15 +55,12 @@ def test_it_is_one_operator(name: str) -> None:
     found = program(SWISHES[name])
     assert fuse_hard_swishes(found) == ["1 hard swishes that were written out are one operator each"]
     assert [op.type for op in found.operators] == ["HardSwish"]
-    for value, right in zip(slope(found, X), expected, strict=True):
-        np.testing.assert_allclose(value, right, rtol=1e-5, atol=1e-5)
+    assert_slope(found, X, expected)
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_only_looks_like_one_stays(name: str) -> None:
-    found = program(OTHERS[name])
-    before = [op.type for op in found.operators]
-    assert not fuse_hard_swishes(found) and [op.type for op in found.operators] == before
+    assert_stays(program(OTHERS[name]), fuse_hard_swishes)
 
 
 @pytest.mark.parametrize("mode", ["fp32", "mixed", "pure"])

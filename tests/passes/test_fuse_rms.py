@@ -11,7 +11,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.passes.canonicalize.fuse_rms import fuse_rms_norms
 from tests.helpers.saved_models import trained_and_saved
-from tests.helpers.slopes import slope
+from tests.helpers.slopes import assert_slope, assert_stays, slope
 
 HEAD = '<ir_version: 8, opset_import: ["" : 20]> g (float[2, 3, 8] x) => (float[2, 3, 8] y) '
 HEAD += "<float[8] g = {1, 2, 3, 4, 5, 6, 7, 8}, float[3, 8] wide = {" + ", ".join(["0.5", "2"] * 12) + "}, "
@@ -49,15 +49,12 @@ def test_it_is_one_operator(name: str) -> None:
     assert fuse_rms_norms(found) == ["1 RMS norms that were written out are one operator each"]
     kinds = [op.type for op in found.operators]
     assert kinds.count("SimplifiedLayerNormalization") == 1 and "Sqrt" not in kinds
-    for value, right in zip(slope(found, X), expected, strict=True):
-        np.testing.assert_allclose(value, right, rtol=1e-4, atol=1e-4)
+    assert_slope(found, X, expected, 1e-4)
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_only_looks_like_one_stays(name: str) -> None:
-    found = program(OTHERS[name])
-    before = [op.type for op in found.operators]
-    assert not fuse_rms_norms(found) and [op.type for op in found.operators] == before
+    assert_stays(program(OTHERS[name]), fuse_rms_norms)
 
 
 @pytest.mark.parametrize("mode", ["fp32", "pure"])

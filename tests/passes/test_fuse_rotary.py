@@ -12,7 +12,7 @@ import amp_transpiler as amp
 from amp_transpiler.passes.canonicalize.fuse_rotary import fuse_rotations
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from tests.helpers.saved_models import trained_and_saved
-from tests.helpers.slopes import slope
+from tests.helpers.slopes import assert_slope, assert_stays, slope
 
 BATCH, HEADS, PLACES, SIZE = 2, 3, 5, 8
 ANGLES = (np.arange(PLACES)[:, None] / 10000 ** (np.arange(0, SIZE, 2) / SIZE)).astype(np.float32)
@@ -108,15 +108,12 @@ def test_it_is_one_operator(name: str, examples: int, heads_last: bool) -> None:
     found = program(ROTATIONS[name], examples, heads_last)
     assert fuse_rotations(found) == ["1 rotations by position that were written out are one operator each"]
     assert [op.type for op in found.operators].count("RotaryEmbedding") == 1
-    for value, right in zip(slope(found, x), expected, strict=True):
-        np.testing.assert_allclose(value, right, rtol=1e-5, atol=1e-5)
+    assert_slope(found, x, expected)
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_only_looks_like_one_stays(name: str) -> None:
-    found = program(OTHERS[name])
-    before = [op.type for op in found.operators]
-    assert not fuse_rotations(found) and [op.type for op in found.operators] == before
+    assert_stays(program(OTHERS[name]), fuse_rotations)
 
 
 def test_tables_of_numbers_are_no_weights_behind_copies() -> None:
@@ -138,8 +135,7 @@ def test_tables_of_numbers_are_no_weights_behind_copies() -> None:
     expected = slope(main.clone(), data())
     amp.prepare_training(main)
     assert [op.type for op in main.operators].count("RotaryEmbedding") == 1
-    for value, right in zip(slope(main, data()), expected, strict=True):
-        np.testing.assert_allclose(value, right, rtol=1e-5, atol=1e-5)
+    assert_slope(main, data(), expected)
 
 
 def test_trained_angles_stay_written_out() -> None:

@@ -11,7 +11,7 @@ from amp_transpiler.passes.numerics.rounding_loss import (
     check_constants,
 )
 from amp_transpiler.program import Program
-from tests.helpers.constraints_of import convert, kept, of_constants, run_faithful, without_parameters
+from tests.helpers.constraints_of import convert, gather, kept, of_constants, run_faithful, without_parameters
 from tests.helpers.golden import program, run
 
 FLT_MAX = 3.4028234663852886e38
@@ -183,3 +183,55 @@ def test_check_constants_changes_nothing() -> None:
     before = p.to_onnx().SerializeToString(deterministic=True)
     check_constants(p, "float16", Constraints())
     assert p.to_onnx().SerializeToString(deterministic=True) == before
+
+
+TWO_MASKS = """main (float[2,4] x, bool[2,4] a, bool[2,4] b, float[4,4] w) => (float[2,4] y)
+<float low = {-1000000000}, float zero = {0}>
+{
+  h = MatMul(x, w)
+  m = Where(a, zero, low)
+  n = Where(b, zero, low)
+  both = Add(m, n)
+  s = Add(h, both)
+  y = Softmax(s)
+}"""
+MASKED = {
+    "x": np.float32([[-30, -40, -20, -25], [1, 2, 3, 4]]),
+    "w": np.eye(4, dtype=np.float32),
+    "a": np.array([[False] * 4, [True, True, False, False]]),
+    "b": np.array([[False] * 4, [True, False, True, False]]),
+}
+
+
+@pytest.mark.parametrize("beyond", [-1e9, -65504.0])
+@pytest.mark.parametrize("sums", [1, 2, 3])
+def test_masks_that_are_added_share_the_range(sums: int, beyond: float) -> None:
+    """Up to four summands, the scores among them; what more of them make stays fp32 until the softmax."""
+    more = "".join(f"  both{i} = Add(both{i - 1}, {'mn'[i % 2]})" for i in range(2, sums + 1))
+    text = (
+        TWO_MASKS.replace("-1000000000", f"{beyond:.0f}").replace("both", "both1").replace("h, both1", f"h, both{sums}")
+    )
+    p = without_parameters(program(text.replace("  s = ", f"{more}\n  s = ")))
+    constraints = gather(p)
+    assert {v.name: limit for v, limit in constraints.replaced.items()} == {"low": -16376.0}
+    why = "adds masks in a sum of more than share the range of the format"
+    assert kept(p, constraints) == ({"s": why, "y": f"after Add -> s: {why}"} if sums == 3 else {})
+    expected = run(p, MASKED)[0]
+    got = run_faithful(convert(p, constraints), MASKED)[0]
+    assert np.isfinite(got).all()
+    assert np.abs(got - expected)[1].max() < 2e-3  # a row that is masked throughout is arbitrary, but a number
+
+
+def test_more_masks_than_share_the_range_stay_fp32_until_the_softmax() -> None:
+    more = "  most = Sum(m, n, m, n, m)"
+    p = without_parameters(program(TWO_MASKS.replace("  both = Add(m, n)", more).replace("h, both", "h, most")))
+    constraints = gather(p)
+    assert {v.name: limit for v, limit in constraints.replaced.items()} == {"low": -16376.0}
+    why = "adds masks in a sum of more than share the range of the format"
+    assert kept(p, constraints) == {"most": why, "s": why, "y": f"after Add -> s: {why}"}
+    expected = run(p, MASKED)[0]
+    got = run_faithful(convert(p, constraints), MASKED)[0]
+    assert np.isfinite(got).all() and np.abs(got - expected)[1].max() < 2e-3
+    unguarded = without_parameters(program(TWO_MASKS.replace("  both = Add(m, n)", more).replace("h, both", "h, most")))
+    masks = Constraints(replaced=gather(unguarded).replaced)
+    assert np.isnan(run_faithful(convert(unguarded, masks), MASKED)[0]).any()  # a row of minus infinity

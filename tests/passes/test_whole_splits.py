@@ -8,7 +8,7 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.passes.canonicalize.whole_splits import split_wholes
-from tests.helpers.slopes import slope
+from tests.helpers.slopes import assert_slope, assert_stays, slope
 
 HEAD = '<ir_version: 8, opset_import: ["" : 20]> g (float[batch, 3, 6] x) => (float[a, b, c] y) '
 HEAD += "<int64[1] none = {0}, int64[1] one = {1}, int64[1] two = {2}, int64[1] four = {4}, int64[1] all = {9223372036854775807}, "
@@ -57,15 +57,12 @@ def test_it_is_one_split(name: str) -> None:
     kinds = [op.type for op in found.operators]
     assert kinds.count("Split") == 1 and not {"Slice", "Gather"} & set(kinds)
     assert not split_wholes(found)
-    for value, right in zip(slope(found, x), expected, strict=True):
-        np.testing.assert_allclose(value, right, rtol=1e-6, atol=1e-6)
+    assert_slope(found, x, expected, 1e-6)
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_others_stay_as_they_are(name: str) -> None:
-    found = program(OTHERS[name])
-    before = [op.type for op in found.operators]
-    assert not split_wholes(found) and [op.type for op in found.operators] == before
+    assert_stays(program(OTHERS[name]), split_wholes)
 
 
 def test_an_imported_model_is_trained_with_the_split() -> None:

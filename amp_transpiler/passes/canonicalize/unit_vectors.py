@@ -45,12 +45,11 @@ def write_unit_vectors(program: Graph, names: frozenset[str], keep: frozenset[Op
     Variables among ``names`` and operators of ``keep`` stay what they are.
     """
     count = 0
-    for type_ in ("Div", "Mul"):
-        for last in of_type(program, type_):
-            found = _length(last, names) if last.outputs[0] is not None else None
-            if found is not None and not keep.intersection(found.operators) and last not in keep:
-                _write(last, found)
-                count += 1
+    for last in of_type(program, "Div", "Mul"):
+        found = _length(last, names) if last.outputs[0] is not None else None
+        if found is not None and not keep.intersection(found.operators) and last not in keep:
+            _write(last, found)
+            count += 1
     return count
 
 

@@ -90,7 +90,7 @@ class Masks:
             if name in _SUMS:
                 masks = sum(each.masks for each in known)
                 others = (v for slot, v in enumerate(read) if slot not in masked and v is not None)
-                beside |= any(v not in self.binary and abs(self.flow.number(v) or _FAR) >= _FAR for v in others)
+                beside |= any(v not in self.binary and not self._is_near(v) for v in others)
             for made in op.outputs:
                 if made is not None and is_float(made):
                     self._note(count, made, Summands(masks, beside))
@@ -133,6 +133,11 @@ class Masks:
             count[variable] = merged
             for further in self._further(variable):
                 self._note(count, further, merged)
+
+    def _is_near(self, variable: Variable) -> bool:
+        """Whether it is one number, far from a mask."""
+        number = self.flow.number(variable)
+        return number is not None and abs(number) < _FAR
 
     def _passes(self, op: Operator, slot: int) -> bool:
         return through(op, slot, self.flow, self.binary) is not None
