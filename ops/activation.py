@@ -15,12 +15,12 @@ from amp_transpiler.ir.opdef import gradient, lowering_rule, no_gradient, own, r
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.common import Grads, comparable, multiple, size_of, summed, times
 from amp_transpiler.ops.gpu_kernels import (
+    added_multiple,
     along_rows,
-    column_product,
-    for_rows,
     mixed_rows,
+    plus_rows,
     rounded_once,
-    scaled_sum,
+    row_sums,
     weighed_sums,
 )
 from amp_transpiler.ops.pool import through_maxima
@@ -167,11 +167,10 @@ def _gelu_slope(e: Emitter, x: Value) -> Value:
 
 
 def _gelu_gradient(e: Emitter, x: Value, dy: Value) -> Value:
-    """dy times that slope, in the fewest passes: √(2π) dX = √(π/2) dy + dy (√(π/2) erf(x / √2) + x exp(-x² / 2))."""
-    whole = math.sqrt(2 * math.pi)
+    """dy times that slope, in the fewest passes: 2 dX = dy (1 + erf(x / √2) + √(2/π) x exp(-x² / 2))."""
     bell = e.Pow(e.like(math.exp(-0.5), x), e.Mul(x, x))
-    bent = scaled_sum(e, whole / 2, e.Erf(e.Mul(x, e.like(math.sqrt(0.5), x))), bell, x)
-    return times(e, scaled_sum(e, whole / 2, dy, bent, dy), 1 / whole)
+    bent = added_multiple(e, e.Erf(e.Mul(x, e.like(math.sqrt(0.5), x))), e.Mul(bell, x), math.sqrt(2 / math.pi))
+    return times(e, e.Mul(dy, e.Add(bent, e.like(1, x))), 0.5)
 
 
 _TANH, _CUBIC = math.sqrt(2 / math.pi), 0.044715
@@ -191,11 +190,12 @@ def _gelu_tanh_slope(e: Emitter, x: Value) -> Value:
 def _gelu_tanh_gradient(e: Emitter, x: Value, dy: Value) -> Value:
     """dy times that slope, in the fewest passes: y = x s with s = σ(2u), and dX = dy s (1 + (1 - s) 2 x u')."""
     cube = e.Mul(x, e.Mul(x, x))
-    share, slope = (scaled_sum(e, 2 * _TANH, x, e.like(n * _TANH * _CUBIC, x), cube) for n in (2, 6))
+    double = e.Mul(x, e.like(2 * _TANH, x))
+    share, slope = (added_multiple(e, double, cube, n * _TANH * _CUBIC) for n in (2, 6))
     share = e.Sigmoid(share)
     rest = e.Mul(e.Sub(e.like(1, share), share), slope)
     kept = e.Mul(dy, share)
-    return scaled_sum(e, 1.0, kept, rest, kept)
+    return e.Add(kept, e.Mul(rest, kept))
 
 
 @gradient("Softmax", reads="y0 dy0", native=True)
@@ -209,16 +209,11 @@ def softmax(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
         dx = mixed_rows(e, y, *found, weights[1])
         return [dx if factor == 1 else times(e, dx, factor)]
     weighed = e.Mul(*weights, shape=y.shape)
+    if axis == last:
+        dx = plus_rows(e, weighed, row_sums(e, weighed, -1.0), y)
+        return [dx if factor == 1 else times(e, dx, factor)]
     dot = e.ReduceSum(weighed, e.ints(axis), keepdims=1, shape=(*size_of(y)[:axis], 1, *size_of(y)[axis + 1 :]))
-    if axis != last:
-        return [e.Mul(e.Sub(dy, dot), y)]
-    if factor == 1:
-        return [along_rows(e, None, weighed, e.Neg(e.f32(dot)), y)]
-    share = e.like(factor, e.f32(dot))
-    if e.at.fused and y.dtype in HALF:
-        shares = e.reshape(for_rows(e, share, math.prod(size_of(dot))), size_of(dot))
-        return [along_rows(e, share, weighed, column_product(e, dot, shares, -1), y)]
-    return [along_rows(e, share, weighed, e.Mul(e.f32(dot), e.like(-factor, share)), y)]
+    return [e.Mul(e.Sub(dy, dot), y)]
 
 
 def _kept(e: Emitter, dy: Value, y: Value) -> tuple[Value, Value] | None:
@@ -237,10 +232,9 @@ def _kept(e: Emitter, dy: Value, y: Value) -> tuple[Value, Value] | None:
 @gradient("LogSoftmax", reads="y0 dy0", native=True)
 def log_softmax(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
     axis = _axis(op, y)
-    total = e.f32(e.ReduceSum(dy, e.ints(axis), keepdims=1))
     if axis == len(size_of(y)) - 1:
-        return [along_rows(e, None, dy, e.Neg(total), e.Exp(y))]
-    return [e.Sub(dy, e.Mul(e.Exp(y), e.cast(total, dy.dtype)))]
+        return [plus_rows(e, dy, row_sums(e, dy, -1.0), e.Exp(y))]
+    return [e.Sub(dy, e.Mul(e.Exp(y), e.ReduceSum(dy, e.ints(axis), keepdims=1)))]
 
 
 def _axis(op: Operator, value: Value) -> int:

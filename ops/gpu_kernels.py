@@ -125,19 +125,43 @@ def transposed_product(e: Emitter, value: Value) -> Value | None:
     return e.cast(e.reshape(new, (*shape[:-2], shape[-1], shape[-2])), value.dtype)
 
 
-def along_rows(e: Emitter, a: Value | None, x: Value, b: Value, y: Value) -> Value:
+def along_rows(e: Emitter, a: Value, x: Value, b: Value, y: Value) -> Value:
     """a x + b y, computed in fp32 and rounded once.
 
-    X and Y are alike; a (1 where None) and b are fp32, with one number for each row: of size 1 along the last axis. One
-    number may be a for all rows.
+    X and Y are alike; a and b are fp32, with one number for each row: of size 1 along the last axis. One number may be
+    a for all rows.
     """
     if not e.at.fused:
-        wide = e.f32(x) if a is None else e.Mul(e.f32(x), a)
-        return e.cast(e.Add(wide, e.Mul(e.f32(y), b)), x.dtype)
+        return e.cast(e.Add(e.Mul(e.f32(x), a), e.Mul(e.f32(y), b)), x.dtype)
     rows = math.prod(size_of(x)[:-1])
-    if a is not None and a.shape == ():
+    if a.shape == ():
         a = for_rows(e, a, rows)
     return _post_mix(e, x, a, e.reshape(b, (rows, 1)), y)
+
+
+def plus_rows(e: Emitter, x: Value, b: Value, y: Value) -> Value:
+    """x + b y, with one number of b for each row, of size 1 along the last axis.
+
+    On a GPU in the type of X, the product rounded before the sum; elsewhere computed in fp32 and rounded once.
+    """
+    if not e.at.fused:
+        return e.cast(e.Add(e.f32(x), e.Mul(e.f32(y), e.f32(b))), x.dtype)
+    return e.op("GatedAdd", x, y, e.cast(b, x.dtype), domain=DOMAIN, shape=x.shape)
+
+
+def row_sums(e: Emitter, value: Value, factor: float = 1.0) -> Value:
+    """The sum over the last axis, which stays, times a number; kernels add up in fp32.
+
+    In 16 bit on a GPU a product with ones: 49,152 rows of 128 numbers take a third of the time on an H200.
+    """
+    *lead, width = size_of(value)
+    shape, rows = (*lead, 1), math.prod(lead)
+    if e.at.fused and value.dtype in HALF:
+        ones = e.const(np.ones((width, 1)), value.dtype)
+        alpha = None if factor == 1 else factor
+        return e.reshape(e.Gemm(e.reshape(value, (rows, width)), ones, alpha=alpha, shape=(rows, 1)), shape)
+    sums: Value = e.ReduceSum(value, e.ints(len(lead)), keepdims=1, shape=shape)
+    return sums if factor == 1 else e.Neg(sums) if factor == -1 else e.Mul(sums, e.like(factor, sums))
 
 
 def mixed_rows(e: Emitter, x: Value, a: Value, y: Value, z: Value) -> Value:
@@ -149,12 +173,11 @@ def mixed_rows(e: Emitter, x: Value, a: Value, y: Value, z: Value) -> Value:
     return _post_mix(e, x, a, e.reshape(y, (math.prod(before), 1, width)), z)
 
 
-def scaled_sum(e: Emitter, number: float, x: Value, y: Value, z: Value) -> Value:
-    """number x + y z, element by element, of tensors alike, or of a number y: computed in fp32 and rounded once."""
-    count = math.prod(size_of(x))
-    line, gates = (1, count), (1, 1) if y.shape == () else (1, 1, count)
-    flat = _post_mix(e, e.reshape(x, line), e.const([[number]], x.dtype), e.reshape(y, gates), e.reshape(z, line))
-    return e.reshape(flat, size_of(x))
+def added_multiple(e: Emitter, x: Value, y: Value, number: float) -> Value:
+    """x + number y, element by element, of fp32 tensors alike; the product is rounded before the sum."""
+    line = (1, math.prod(size_of(x)))
+    flat = (e.reshape(v, line) for v in (x, y))
+    return e.reshape(e.op("GatedAdd", *flat, e.const([[number]], x.dtype), domain=DOMAIN, shape=line), size_of(x))
 
 
 def _post_mix(e: Emitter, x: Value, a: Value | None, gates: Value, z: Value) -> Value:
@@ -210,8 +233,7 @@ def weighed_sums(e: Emitter, dp: Value, p: Value) -> tuple[Value, Value] | None:
     if (do.dtype, do.shape, dp.dtype) != (o.dtype, size, o.dtype):
         return None
     ratio = float(back.attrs.get("alpha") or 1.0) / number_of(e, factor)
-    sums = e.ReduceSum(e.Mul(do, o), e.ints(len(size) - 1), keepdims=1, shape=(*size[:-1], 1))
-    return e.Mul(sums, e.like(-ratio, sums)) if ratio != 1 else e.Neg(sums), dp
+    return row_sums(e, e.Mul(do, o), -ratio), dp
 
 
 def for_rows(e: Emitter, number: Value, rows: int) -> Value:

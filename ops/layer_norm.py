@@ -17,7 +17,7 @@ from amp_transpiler.ir.intervals import Interval, Ranges
 from amp_transpiler.ir.nodes import Operator, Shape
 from amp_transpiler.ir.opdef import gradient, lowering_rule, range_rule, traits
 from amp_transpiler.lists import keep_fp32
-from amp_transpiler.ops.common import shape_of, size_of
+from amp_transpiler.ops.common import shape_of, size_of, summed_to
 from amp_transpiler.ops.gpu_kernels import along_rows, column_product, product
 from amp_transpiler.ops.norm import normalised_range
 
@@ -122,8 +122,8 @@ def layer_normalization_gradient(e: Emitter, op: Operator, x: Value, scale: Valu
         along = product(e, weighed, e.reshape(scale, (width, 1)), alpha=-1 / width)
         dx = e.reshape(_through_statistics(e, e.Mul(rows, e.reshape(scale, (width,))), normal, r, along), shape)
     if e.wants(1):
-        d_scale = e.sum_to(e.reshape(weighed, shape), scale_shape, shape)
-    return [dx, d_scale, e.sum_to(dy, shape_of(e, 2), shape) if e.wants(2) else None]
+        d_scale = summed_to(e, e.reshape(weighed, shape), scale_shape, shape)
+    return [dx, d_scale, summed_to(e, dy, shape_of(e, 2), shape) if e.wants(2) else None]
 
 
 # -- InstanceNormalization and GroupNormalization ------------------------------------------------------

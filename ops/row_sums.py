@@ -26,6 +26,9 @@ _COPIES = 16
 #: Bytes of memory of what tells of two rows whether they meet; and of an element of a table of zeros, and of that in
 #: 16 bit, which rows would be added to without that. What is moved is twice as much, or three times.
 _MEETING, _TABLE = 3, 6
+#: On a GPU ScatterND adds a row in one thread, ScatterElements each element in one of its own: 4,096 rows of 768 took
+#: 660 us and 113 on an H200, all that goes with it included.
+_WIDE = 32
 #: Elements up to which more than one turn would be noticed.
 _FEW = 50_000
 
@@ -35,11 +38,13 @@ def added_rows(e: Emitter, total: Value, at: Value, rows: Value, in_place: bool 
 
     ``in_place``: so that the result may lie where ``total`` lies. That takes one node, whatever its size.
     """
-    turns = 1 if in_place or not e.at.host else _turns(total, at)
-    if turns == 1:
-        return _scattered(e, total, at, rows)
     shape, (*lead, k) = size_of(total), size_of(at)
     number, rest = math.prod(lead), shape[k:]
+    turns = 1 if in_place or not e.at.host else _turns(total, at)
+    if e.at.fused and not in_place and k == 1 and math.prod(rest) >= _WIDE:
+        turns = 0
+    if turns == 1:
+        return _scattered(e, total, at, rows)
     at, rows = e.reshape(at, (number, k)), e.reshape(rows, (number, *rest))
     if not turns:
         return e.reshape(_by_elements(e, total, at, rows), shape)

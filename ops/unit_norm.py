@@ -22,7 +22,7 @@ from amp_transpiler.ir.opdef import gradient, lowering_rule, range_rule, traits
 from amp_transpiler.ir.reasons import Kind
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import keep_fp32
-from amp_transpiler.ops.common import Grads, size_of
+from amp_transpiler.ops.common import Grads, size_of, summed_to
 from amp_transpiler.ops.gpu_kernels import along_rows, column_product, product
 from amp_transpiler.ops.norm import normalised_range
 
@@ -144,7 +144,7 @@ def simplified_layer_normalization_gradient(e: Emitter, op: Operator, x: Value, 
     if e.wants(0):
         along = product(e, weighed, e.reshape(factor, (width, 1)), alpha=-1 / width)
         dx = e.reshape(along_rows(e, r, e.Mul(rows, factor), column_product(e, along, r), normal), shape)
-    return [dx, e.sum_to(e.reshape(weighed, shape), size_of(scale), shape) if e.wants(1) else None]
+    return [dx, summed_to(e, e.reshape(weighed, shape), size_of(scale), shape) if e.wants(1) else None]
 
 
 def _gives_roots(e: Emitter) -> bool:

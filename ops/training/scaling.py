@@ -139,25 +139,11 @@ def blended(e: Emitter, switch: Switch, x: Value, keep: float, y: Value, share: 
     """``x * keep + y * share``, x an accumulator and both factors scalars; x on a bad step, where y is 0.
 
     ``y`` is alike, or one zero: that makes 0.0 of -0.0 alone, which an accumulator is not, unless it was set to it.
-
-    Of flat tensors on CUDA it is one kernel. That adds up from 0.0, so it never makes -0.0 (nor does an underflow, of a
-    factor above a half), and would return 0.0 for one that was set.
     """
     kept = switch.keep(e.like(keep, x))
-    shape = x.shape
-    if shape and y.shape == () and keep > 0.5:
+    if x.shape and y.shape == () and keep > 0.5:
         return e.Mul(x, kept)
-    if not e.at.fused or x.dtype != "float32" or shape is None or len(shape) != 2 or shape[0] != 1 or keep <= 0.5:
-        return add_product(e, e.Mul(x, kept), y, share)
-    return e.op(
-        "HyperConnectionPostMix",
-        x,
-        e.reshape(y, shape[1:]),
-        e.reshape(share, (1,)),
-        e.reshape(kept, (1, 1)),
-        domain="com.microsoft",
-        shape=shape,
-    )
+    return add_product(e, e.Mul(x, kept), y, share)
 
 
 def gate(e: Emitter, found_inf: Value | None) -> Gate:

@@ -35,7 +35,7 @@ def gate_of(lowered: Lowered, state: str) -> onnx.NodeProto:
 def sum_of(lowered: Lowered, state: str) -> list[str]:
     """``x``, ``y`` and the factor of the update ``x + y * factor`` of a state."""
     node = made_by(lowered, output_of(lowered, state))
-    if node.op_type in ("GatedAdd", "HyperConnectionPostMix"):
+    if node.op_type == "GatedAdd":
         return list(node.input)
     product = made_by(lowered, node.input[1])
     return [node.input[0], *product.input]
@@ -120,9 +120,8 @@ def another_sum(lowered: Lowered) -> None:
 
 
 def decayed_by(lowered: Lowered, state: str) -> onnx.NodeProto:
-    """The node that reads the old state, ``x * keep`` or the whole sum."""
-    node = made_by(lowered, output_of(lowered, state))
-    return node if node.op_type == "HyperConnectionPostMix" else made_by(lowered, node.input[0])
+    """The node that reads the old state, ``x * keep``."""
+    return made_by(lowered, made_by(lowered, output_of(lowered, state)).input[0])
 
 
 def forgotten(state: str) -> Callable[[Lowered], None]:

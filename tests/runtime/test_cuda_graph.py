@@ -22,8 +22,8 @@ State = dict[str, bytes]
 
 @pytest.fixture(autouse=True)
 def branchless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Updates are written as on CUDA, without branches."""
-    change_place(monkeypatch, "cpu", branches=False)
+    """Updates are written as on CUDA, without branches and of whole buffers."""
+    change_place(monkeypatch, "cpu", branches=False, chunks=[])
 
 
 @pytest.fixture

@@ -112,15 +112,6 @@ def test_rows_that_another_output_reads_late() -> None:
     assert "Add 'o' may read it after the update" in first and second == ""
 
 
-@pytest.mark.parametrize(("rows", "reason"), [(1, ""), (2, "not elementwise")])
-def test_a_mix_of_one_stream_is_elementwise(rows: int, reason: str) -> None:
-    """Of two streams each result reads both."""
-    signature = f"(float[{rows}, 4] s, float[4] x, float[{rows}] p, float[{rows}, {rows}] m)"
-    step = model("s_new = com.microsoft.HyperConnectionPostMix(s, x, p, m)", f"{signature} => (float[{rows}, 4] s_new)")
-    (found,) = refusals(step.graph, [("s", "s_new")])
-    assert reason in found and bool(found) == bool(reason)
-
-
 def test_one_state_of_another_update() -> None:
     signature = "(float[4] s, float[4] m, float[4] x) => (float[4] s_new, float[4] m_new)"
     graph = model("m_new = Mul(m, x)  s_new = Sub(s, m)", signature)

@@ -24,7 +24,7 @@ from itertools import count
 import onnx
 
 from amp_transpiler.ir.control import nested_graphs
-from amp_transpiler.passes.lowering.lowered import Port, Row, is_row, used_tensors
+from amp_transpiler.passes.lowering.lowered import Port, Row, used_tensors
 
 #: Operators that write every output to memory of its own.
 _COMPUTES = frozenset(
@@ -52,7 +52,6 @@ _ELEMENTWISE = {
     ("", "Where"): (1, 2),
     ("", "ScatterND"): (0,),  # it copies its first input where that is not its output already, and writes slices
     ("com.microsoft", "GatedAdd"): (0, 1),
-    ("com.microsoft", "HyperConnectionPostMix"): (0,),  # of a row, which is one stream
 }
 
 
@@ -190,7 +189,6 @@ class _Proof(_Reads):
         self.types = {
             info.name: info.type.SerializeToString() for info in [*graph.input, *graph.output] if _static(info)
         }
-        self.flat = {info.name for info in graph.input if is_row(info)}
 
     def answer(self, pairs: Sequence[tuple[str, str]]) -> list[str]:
         readers = [self.readers_of(state) for state, _ in pairs]
@@ -246,8 +244,7 @@ class _Proof(_Reads):
         domain = "" if node.domain == "ai.onnx" else node.domain
         if self.is_nested and node.op_type == "Identity":  # without aliases there: it copies the state onto itself
             return ""
-        one = node.op_type != "HyperConnectionPostMix" or state in self.flat
-        if not direct or not one or not set(slots) <= set(_ELEMENTWISE.get((domain, node.op_type), ())):
+        if not direct or not set(slots) <= set(_ELEMENTWISE.get((domain, node.op_type), ())):
             return f"{_label(node)}, which makes the update, is not elementwise in it"
         return ""
 

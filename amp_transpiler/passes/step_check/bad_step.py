@@ -15,7 +15,6 @@ import onnx
 
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ops.training.all_reduce import ALL_REDUCE
-from amp_transpiler.passes.lowering.lowered import is_row
 
 #: How far back the makers of a tensor are looked at: an update is short.
 _DEPTH = 40
@@ -26,15 +25,13 @@ class Held:
     """What a tensor holds on a bad step, and the conditions of the Wheres by which that is known.
 
     ``state``: the graph input whose old value it is; ``number``: what each element is. With neither, nobody knows.
-    ``rows``: the tensor that says which rows of the state; "" where it is all of it. ``positive``: a -0.0 in the state
-    would be 0.0.
+    ``rows``: the tensor that says which rows of the state; "" where it is all of it.
     """
 
     state: str = ""
     rows: str = ""
     number: float | None = None
     conditions: frozenset[str] = field(default=frozenset())
-    positive: bool = False
 
     def given(self, *others: Held) -> Held:
         """The same, known by what the others are known by too."""
@@ -50,7 +47,6 @@ class BadStep:
     def __init__(self, graph: onnx.GraphProto, producers: Mapping[str, onnx.NodeProto], states: frozenset[str]) -> None:
         self.producers, self.states = producers, states
         self.constants = {tensor.name: tensor for tensor in graph.initializer}
-        self.flat = {info.name for info in graph.input if is_row(info)} & states
         self._known: dict[str, Held] = {}
 
     def held(self, tensor: str, depth: int = _DEPTH) -> Held:
@@ -76,8 +72,6 @@ class BadStep:
             return self.held(node.input[0], depth - 1)
         if node.op_type == "Where":
             return self._chosen(node, depth - 1)
-        if node.op_type == "HyperConnectionPostMix":
-            return self._blended(*(self.held(name, depth - 1) for name in node.input))
         if node.op_type == "If":
             return self._branch(node, tensor, depth - 1)
         if node.op_type in ("Gather", "GatherND", "ScatterND"):
@@ -94,13 +88,6 @@ class BadStep:
         if first and (chosen.number is None or _is_negative_zero(chosen.number)):
             return _UNKNOWN
         return chosen.given(condition, Held(conditions=frozenset([node.input[0]])))
-
-    def _blended(self, x: Held, y: Held, share: Held, keep: Held = _UNKNOWN) -> Held:
-        """HyperConnectionPostMix of one stream, which a flat state is: 0.0 + x * keep + y * share."""
-        old, product = _product(x, keep), _product(y, share)
-        if old.state not in self.flat or product.number != 0:
-            return _UNKNOWN
-        return replace(old.given(product), positive=True)
 
     def _of_rows(self, node: onnx.NodeProto, depth: int) -> Held:
         """Some rows of a state, or a state of which some rows were written: with themselves, as far as is known."""

@@ -35,17 +35,13 @@ def check_lowered(program: Graph, lowered: Lowered) -> None:
     """Check that every gated state of ``program`` is its old value on a bad step in ``lowered``, with a sound verdict.
 
     It is ``Where(ok, new, old)``, the branch of an If, or a sum that a bad step makes ``old * 1 + 0 * -1``
-    (:class:`~.bad_step.BadStep`). An accumulator may be made by a sum that begins at 0.0: then the step has never put
-    -0.0 there.
+    (:class:`~.bad_step.BadStep`).
     StepError lists every state that is not carried from step to step, that is written without a gate, through one with
     its branches swapped, through one whose condition goes through Not (which the runtime fuses by swapping branches);
     every found_inf that leaves a gradient out, or is taken with an operator that drops NaN on CPU; and, on CPU, every
     16-bit gradient that is looked at before it is rounded.
     """
     gates, step = _Gates(lowered), training_step(program)
-    gates.accumulators = {
-        v.name for update in step.updates for row in update.rows for v in row.accumulators.values() if v is not None
-    }
     for state, new in program.updates.items():
         gates.carried(state.name)
         kept = kept_on_bad_step(new)
@@ -73,7 +69,6 @@ class _Gates:
         self.bad_step = BadStep(lowered.model.graph, self.producers, inputs)
         self.outputs = {info.name for info in lowered.model.graph.output}
         self.found: list[str] = []
-        self.accumulators: set[str] = set()
         #: What each condition follows: the tests for NaN, and the tensors whose sums they look at.
         self._found_infs: dict[str, frozenset[str]] = {}
         self._sums: set[str] = set()
@@ -91,7 +86,7 @@ class _Gates:
         (new, place), (old, held_at) = self.updates[state], self.states.get(kept, ("", 0))
         found = self.bad_step.held(new)
         whole = found.state == old and not found.rows
-        if whole and place == held_at and (state in self.accumulators or not found.positive):
+        if whole and place == held_at:
             for condition in sorted(found.conditions):
                 self._condition(state, condition)
             return
