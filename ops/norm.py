@@ -21,23 +21,29 @@ from amp_transpiler.ir.opdef import for_test, gradient, lowering_rule, range_rul
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.lists import keep_fp32
 from amp_transpiler.ops.batch_statistics import gradient_over_ranks, is_synchronized, normalised_over_ranks
-from amp_transpiler.ops.channel_rows import by_image
+from amp_transpiler.ops.channel_rows import by_channel, by_image
 from amp_transpiler.ops.common import size_of
-from amp_transpiler.ops.gpu_kernels import along_rows
+from amp_transpiler.ops.gpu_kernels import column_product, row_sums, widened
 from amp_transpiler.ops.norm_parts import (
     LAYERS,
     LEAST_VARIANCE,
-    affine,
     correlation,
     epsilon_of,
+    halves,
     inverse_root,
+    over_rows,
     per_channel,
     rank_of,
+    remember_slope,
+    row_products,
     shifted,
+    slanted,
     slope_of,
     standardised,
+    standardised_in_parts,
     statistics,
 )
+from amp_transpiler.ops.training.rows import state_as
 
 
 def _deviation_and_scale(e: Emitter, op: Operator, x: Value, axes: Sequence[int]) -> tuple[Value, Value]:
@@ -114,14 +120,19 @@ def _running(e: Emitter, old: Value, new: Value, momentum: float) -> Value:
 def _by_rows(
     e: Emitter, x: Value, scale: Value, bias: Value, mean: Value, var: Value, epsilon: float, momentum: float
 ) -> Sequence[Any]:
-    """Training mode on a GPU place: LayerNormalization over a row for each channel gives the statistics in fp32, and
-    what scale and bias are applied to."""
-    normal, batch_mean, r = standardised(e, x, epsilon)
-    e.shared[LAYERS] = (*e.shared.get(LAYERS, ()), scale, r)
-    channels, count = size_of(normal)
-    zeros = e.const(np.zeros(channels), x.dtype)
-    rows = affine(e, e.reshape(normal, (1, channels, count)), scale, bias, zeros)
-    y = by_image(e, e.reshape(rows, (channels, count)), size_of(x))
+    """Training mode on a GPU place: LayerNormalization over a row for each channel, or over parts of it, gives the
+    statistics in fp32, and what scale and bias are applied to."""
+    normal, batch_mean, r, spread = standardised_in_parts(e, x, epsilon)
+    if spread is None:
+        e.shared[LAYERS] = (*e.shared.get(LAYERS, ()), scale, r)
+        slope, shift = scale, bias
+    else:
+        whole, column = e.Mul(scale, r), (size_of(scale)[0], 1)
+        remember_slope(e, scale, r, whole)
+        off, slope = halves(e, e.Mul(spread, e.reshape(whole, column), shape=spread.shape))
+        shift = e.Add(off, e.reshape(bias, column), shape=off.shape)
+    rows = over_rows(e, normal, slope, shift)
+    y = by_image(e, e.reshape(rows, (size_of(scale)[0], prod(size_of(rows)) // size_of(scale)[0])), size_of(x))
 
     # 1 / r^2 is the variance plus epsilon. In vectors, so that layers whose statistics are one state are one vector.
     share, excess = (e.const(np.full(size_of(r), (1 - momentum) * n), r.dtype) for n in (1.0, epsilon))
@@ -197,22 +208,38 @@ def _of_statistics(
 
 
 def _gradient_by_rows(e: Emitter, op: Operator, x: Value, scale: Value, dy: Value) -> Sequence[Any]:
-    """On a GPU place. With dY standardised too, dy = w / t + mean(dy) and k = mean(w * xhat):
-    dB = M mean(dy), dscale = M k / t, dX = scale * r / t * (w - k * xhat), which is one pass over rows."""
-    normal, _, r = standardised(e, x, epsilon_of(op))
-    w, d_mean, t = standardised(e, dy, LEAST_VARIANCE)
-    minus_k = correlation(e, w, normal)
-    channels, count = size_of(w)
+    """On a GPU place, with the sums over rows of dY and of dY * xhat, or over parts of rows, whose xhat is
+    (normal * s + off) r: dX = scale * r * (dY - mean(dY) - xhat * mean(dY * xhat)).
+
+    The sums are divided by the root of their number, so that 16 bit holds them: they are below that root times dY.
+    """
+    normal, _, r, spread = standardised_in_parts(e, x, epsilon_of(op))
+    channels, (rows, length) = size_of(scale)[0], size_of(normal)
+    n, count, root, column = rows // channels, rows * length // channels, math.sqrt(length), (channels, 1)
+    grad = e.reshape(by_channel(e, dy), (rows, length))
+    dots, total = row_products(e, grad, normal, 1 / root), row_sums(e, grad, 1 / root)
     dx = d_scale = d_bias = None
+    if spread is None:
+        d_scale = widened(e, dots, count / root) if e.wants(1) else None
+    else:
+        dots, total = (e.reshape(v, (channels, n)) for v in (dots, total))
+        both = e.Mul(spread, e.f32(e.Concat(total, dots, axis=1, shape=spread.shape)), shape=spread.shape)
+        both, total = (e.ReduceMean(v, e.ints(1), keepdims=1, shape=column) for v in (both, total))
+        d_scale = column_product(e, both, e.reshape(r, column), 2 * count / root)
     if e.wants(0):
-        slope = e.Div(slope_of(e, scale, r), t)
-        a, b = (e.reshape(v, (channels, 1)) for v in (slope, e.Mul(slope, minus_k)))
-        dx = by_image(e, along_rows(e, a, w, b, normal), size_of(x))
-    if e.wants(1):
-        d_scale = e.Mul(e.Div(minus_k, t), e.like(-count, t))
+        slope = slope_of(e, scale, r)
+        if spread is None:
+            gates, mean = (e.Mul(v, e.like(share, v)) for v, share in ((dots, -1 / root), (total, 1 / root)))
+        else:
+            along = column_product(e, d_scale, e.reshape(r, column), -1 / count)
+            off, gates = halves(e, e.Mul(spread, along, shape=spread.shape))
+            mean = e.op("Sub", widened(e, total, 1 / root), off, shape=off.shape)
+            slope = e.Expand(e.reshape(state_as(e, slope, x.dtype), column), e.ints(channels, n), shape=(channels, n))
+        made = slanted(e, grad, gates, normal, slope, mean)
+        dx = by_image(e, e.reshape(made, (channels, count)), size_of(x))
     if e.wants(2):
-        d_bias = e.Mul(d_mean, e.like(count, d_mean))
-    return [dx, d_scale, d_bias]
+        d_bias = widened(e, total, count / root)
+    return [dx, *(None if v is None else e.reshape(v, (channels,)) for v in (d_scale, d_bias))]
 
 
 def _frozen_gradient(
