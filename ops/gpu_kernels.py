@@ -246,7 +246,7 @@ def for_rows(e: Emitter, number: Value, rows: int) -> Value:
 
 def column_product(e: Emitter, narrow: Value, wide: Value, factor: float = 1.0) -> Value:
     """The product, in fp32, of a number and two columns of one shape, of which the first may be of 16 bit."""
-    if not e.at.fused or (narrow.dtype not in HALF and factor == 1):
+    if not e.at.fused or narrow.dtype not in HALF:
         found = e.Mul(e.f32(narrow), wide)
         return found if factor == 1 else e.Mul(found, e.like(factor, found))
     shape = size_of(wide)
@@ -260,13 +260,6 @@ def column_product(e: Emitter, narrow: Value, wide: Value, factor: float = 1.0) 
         shape=(rows, 1),
     )
     return e.reshape(mixed, shape)
-
-
-def widened(e: Emitter, column: Value, factor: float) -> Value:
-    """A number times a column, in fp32."""
-    if column.dtype not in HALF:
-        return e.Mul(column, e.like(factor, column))
-    return column_product(e, column, e.const(np.ones(size_of(column)), "float32"), factor)
 
 
 def rounded_once(e: Emitter, function: Function, x: Value, reach: float) -> Value:

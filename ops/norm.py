@@ -21,9 +21,9 @@ from amp_transpiler.ir.opdef import for_test, gradient, lowering_rule, range_rul
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.lists import keep_fp32
 from amp_transpiler.ops.batch_statistics import gradient_over_ranks, is_synchronized, normalised_over_ranks
-from amp_transpiler.ops.channel_rows import by_channel, by_image
+from amp_transpiler.ops.channel_rows import by_image
 from amp_transpiler.ops.common import size_of
-from amp_transpiler.ops.gpu_kernels import column_product, row_sums, widened
+from amp_transpiler.ops.gpu_kernels import along_rows
 from amp_transpiler.ops.norm_parts import (
     LAYERS,
     LEAST_VARIANCE,
@@ -35,15 +35,12 @@ from amp_transpiler.ops.norm_parts import (
     per_channel,
     rank_of,
     remember_slope,
-    row_products,
     shifted,
-    slanted,
     slope_of,
     standardised,
     standardised_in_parts,
     statistics,
 )
-from amp_transpiler.ops.training.rows import state_as
 
 
 def _deviation_and_scale(e: Emitter, op: Operator, x: Value, axes: Sequence[int]) -> tuple[Value, Value]:
@@ -208,38 +205,50 @@ def _of_statistics(
 
 
 def _gradient_by_rows(e: Emitter, op: Operator, x: Value, scale: Value, dy: Value) -> Sequence[Any]:
-    """On a GPU place, with the sums over rows of dY and of dY * xhat, or over parts of rows, whose xhat is
-    (normal * s + off) r: dX = scale * r * (dY - mean(dY) - xhat * mean(dY * xhat)).
-
-    The sums are divided by the root of their number, so that 16 bit holds them: they are below that root times dY.
-    """
+    """On a GPU place. With dY standardised too, dy = w / t + mean(dy) and k = mean(w * xhat):
+    dB = M mean(dy), dscale = M k / t, dX = scale * r / t * (w - k * xhat), which is one pass over rows."""
     normal, _, r, spread = standardised_in_parts(e, x, epsilon_of(op))
-    channels, (rows, length) = size_of(scale)[0], size_of(normal)
-    n, count, root, column = rows // channels, rows * length // channels, math.sqrt(length), (channels, 1)
-    grad = e.reshape(by_channel(e, dy), (rows, length))
-    dots, total = row_products(e, grad, normal, 1 / root), row_sums(e, grad, 1 / root)
+    w, d_mean, t, d_spread = standardised_in_parts(e, dy, LEAST_VARIANCE)
+    minus_k = correlation(e, w, normal)
+    channels = size_of(scale)[0]
+    count = prod(size_of(w)) // channels
     dx = d_scale = d_bias = None
-    if spread is None:
-        d_scale = widened(e, dots, count / root) if e.wants(1) else None
+    if spread is not None and d_spread is not None:
+        dx, d_scale = _of_parts(e, (normal, spread), (w, d_spread), minus_k, r, slope_of(e, scale, r))
     else:
-        dots, total = (e.reshape(v, (channels, n)) for v in (dots, total))
-        both = e.Mul(spread, e.f32(e.Concat(total, dots, axis=1, shape=spread.shape)), shape=spread.shape)
-        both, total = (e.ReduceMean(v, e.ints(1), keepdims=1, shape=column) for v in (both, total))
-        d_scale = column_product(e, both, e.reshape(r, column), 2 * count / root)
-    if e.wants(0):
-        slope = slope_of(e, scale, r)
-        if spread is None:
-            gates, mean = (e.Mul(v, e.like(share, v)) for v, share in ((dots, -1 / root), (total, 1 / root)))
-        else:
-            along = column_product(e, d_scale, e.reshape(r, column), -1 / count)
-            off, gates = halves(e, e.Mul(spread, along, shape=spread.shape))
-            mean = e.op("Sub", widened(e, total, 1 / root), off, shape=off.shape)
-            slope = e.Expand(e.reshape(state_as(e, slope, x.dtype), column), e.ints(channels, n), shape=(channels, n))
-        made = slanted(e, grad, gates, normal, slope, mean)
-        dx = by_image(e, e.reshape(made, (channels, count)), size_of(x))
+        if e.wants(0):
+            slope = e.Div(slope_of(e, scale, r), t)
+            a, b = (e.reshape(v, (channels, 1)) for v in (slope, e.Mul(slope, minus_k)))
+            dx = along_rows(e, a, w, b, normal)
+        if e.wants(1):
+            d_scale = e.Mul(e.Div(minus_k, t), e.like(-count, t))
+    if dx is not None:
+        dx = by_image(e, e.reshape(dx, (channels, count)), size_of(x))
     if e.wants(2):
-        d_bias = widened(e, total, count / root)
-    return [dx, *(None if v is None else e.reshape(v, (channels,)) for v in (d_scale, d_bias))]
+        d_bias = e.Mul(d_mean, e.like(count, d_mean))
+    return [dx, d_scale, d_bias]
+
+
+def _of_parts(
+    e: Emitter, of_x: tuple[Value, Value], of_dy: tuple[Value, Value], minus_k: Value, r: Value, slope: Value
+) -> tuple[Value, Value]:
+    """The same of parts of rows, as :func:`standardised_in_parts` gives them: [C n, M / n], and dscale.
+
+    With xhat of a part (normal s + off) r, dY of it w d + off' beside its mean over the channel, k = mean(w normal) and
+    q = mean(dY * xhat) = r mean over parts(k s d + off off'): dX = slope (d w - q r s normal + (off' - q r off)).
+    """
+    (normal, spread), (w, d_spread) = of_x, of_dy
+    (channels, twice), (rows, length) = size_of(spread), size_of(normal)
+    half, column = (channels, twice // 2), (channels, 1)
+    r, slope = e.reshape(r, column), e.reshape(slope, column)
+    apart, together = halves(e, e.Mul(spread, d_spread, shape=spread.shape))
+    along = e.op("Sub", e.Mul(together, e.reshape(minus_k, half), shape=half), apart, shape=half)
+    minus_q = e.Mul(e.ReduceMean(along, e.ints(1), keepdims=1, shape=column), r)
+    off, b = halves(e, e.Mul(spread, e.Mul(e.Mul(minus_q, r), slope), shape=spread.shape))
+    d_off, a = halves(e, e.Mul(d_spread, slope, shape=spread.shape))
+    a, b, c = (e.reshape(v, (rows, 1)) for v in (a, b, e.Add(off, d_off, shape=half)))
+    dx = e.Add(along_rows(e, a, w, b, normal), e.cast(c, w.dtype), shape=w.shape)
+    return dx, e.reshape(e.Mul(minus_q, e.like(-rows * length // channels, minus_q)), (channels,))
 
 
 def _frozen_gradient(

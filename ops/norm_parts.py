@@ -13,7 +13,6 @@ from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.channel_rows import by_channel
 from amp_transpiler.ops.common import size_of
-from amp_transpiler.ops.gpu_kernels import along_rows, plus_rows
 from amp_transpiler.ops.gpu_kernels import product as matrix_product
 from amp_transpiler.ops.training.rows import lie_together, products, state_as
 
@@ -137,38 +136,32 @@ _BLOCKS, _LONG_ROW = (64, 32, 16, 8), 1024
 
 
 def correlation(e: Emitter, normal: Value, x_normal: Value) -> Value:
-    """Minus the mean of the products of two standardised rows, fp32 [C]: between -1 and 1, so that 16 bit holds it."""
-    channels, count = size_of(normal)
-    return e.reshape(e.f32(row_products(e, normal, x_normal, -1 / count)), (channels,))
-
-
-def row_products(e: Emitter, left: Value, right: Value, factor: float) -> Value:
-    """The sums of the products of two matrices' rows, times a number: [rows, 1], in their type.
+    """Minus the mean of the products of two standardised rows, fp32 [C]: between -1 and 1, so that 16 bit holds it.
 
     Of long rows by the products of their blocks, of which the diagonal counts: a GPU's kernels of products compute
     tiles, and of a row by a column one number of each is wanted (26 of 328 ms of a step of ResNet-50 on an H200).
     """
-    rows, count = size_of(left)
+    channels, count = size_of(normal)
     parts = [n for n in _BLOCKS if count > _LONG_ROW and count % (8 * n) == 0]  # 8: as tensor cores read
     blocks = parts[0] if parts and e.at.fused else 1
-    left, right = (e.reshape(v, (rows, blocks, count // blocks)) for v in (left, right))
-    found = matrix_product(e, left, right, trans_b=True, alpha=factor * blocks)
-    found = e.reshape(found, (rows, blocks * blocks))
+    left, right = (e.reshape(v, (channels, blocks, count // blocks)) for v in (normal, x_normal))
+    found = matrix_product(e, left, right, trans_b=True, alpha=-blocks / count)
+    found = e.reshape(found, (channels, blocks * blocks))
     if blocks > 1:
-        found = e.MatMul(found, e.const(np.eye(blocks).reshape(-1, 1) / blocks, found.dtype), shape=(rows, 1))
-    return found
+        found = e.MatMul(found, e.const(np.eye(blocks).reshape(-1, 1) / blocks, found.dtype), shape=(channels, 1))
+    return e.reshape(e.f32(found), (channels,))
 
 
-#: Rows of so many numbers are normalised in parts, up to so many, of so many numbers at least. Kernels of normalisation
-#: have a block of threads for a row, and so leave most of a GPU idle where channels are few: 64 rows of 802,816 numbers
-#: took 0.94 ms on an H200, 8,192 of 6,272 take 0.21, and what is applied to them 0.65 and 0.12. Tensor cores read eight
-#: at a time.
-_LONGEST_ROW, _MOST_ROWS, _SHORTEST, _EVEN = 1 << 16, 1 << 13, 512, 8
+#: Rows of so many numbers, and so many in all, are normalised in parts: up to so many, of so many numbers at least.
+#: Kernels of normalisation have a block of threads for a row, and leave most of a GPU idle where channels are few: 64
+#: rows of 802,816 numbers took 0.94 ms on an H200, 8,192 of 6,272 take 0.21, and what is applied to them 0.65 and 0.12.
+#: Tensor cores read eight at a time.
+_LONG, _MANY, _MOST_ROWS, _SHORTEST, _EVEN = 1 << 15, 1 << 23, 1 << 13, 512, 8
 
 
 def _parts_of(channels: int, count: int) -> int:
     """In how many parts the row of a channel is normalised. That takes some thirty kernels of small vectors more."""
-    if count < _LONGEST_ROW:
+    if count < _LONG or channels * count < _MANY:
         return 1
     fitting = (n for n in (1 << k for k in range(1, 14)) if count % (_EVEN * n) == 0 and channels * n <= _MOST_ROWS)
     return max((n for n in fitting if count // n >= _SHORTEST), default=1)
@@ -212,18 +205,3 @@ def over_rows(e: Emitter, x: Value, slope: Value, bias: Value) -> Value:
     (rows, count), vectors = size_of(x), (e.reshape(v, (size_of(x)[0],)) for v in (slope, bias))
     zeros = e.const(np.zeros(rows), x.dtype)
     return e.reshape(affine(e, e.reshape(x, (1, rows, count)), *vectors, zeros), (rows, count))
-
-
-def slanted(e: Emitter, x: Value, gates: Value, y: Value, slope: Value, mean: Value) -> Value:
-    """slope * (x + gates * y - mean) of two matrices, with numbers for each of their rows, in their type.
-
-    In 16 bit the numbers are rounded, the products with gates, and the sum; what follows is computed in fp32.
-    """
-    rows, count = size_of(x)
-    if x.dtype == "bfloat16":  # CUDA has no kernel of BatchNormalization
-        gates, slope, mean = (e.f32(e.reshape(v, (rows, 1))) for v in (gates, slope, mean))
-        bent = along_rows(e, slope, x, e.Mul(slope, gates), y)
-        return e.Sub(bent, e.cast(e.Mul(slope, mean), x.dtype), shape=x.shape)
-    flat = e.reshape(plus_rows(e, x, e.reshape(gates, (rows, 1)), y), (1, rows, count))
-    slope, mean = (e.reshape(v, (rows,)) for v in (slope, mean))
-    return e.reshape(affine(e, flat, slope, e.const(np.zeros(rows), x.dtype), mean), (rows, count))

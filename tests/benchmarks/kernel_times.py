@@ -35,7 +35,7 @@ from tests.helpers.benchmark_programs import MODES, training
 
 Event = dict[str, Any]
 SETTLING, TRACED = 4, 2
-_CANDIDATES = 60
+_CANDIDATES, _SAMPLES = 60, 300
 #: Names that onnxruntime's profile has for element types.
 _TYPES = {"float": "float32", "double": "float64"}
 
@@ -106,13 +106,14 @@ def by_node(profile: Iterable[Event], trace: Iterable[Event]) -> list[dict[str, 
 
     launching = [launches(e["args"]["op_name"]) for e in nodes]
 
-    def fits(offset: float, every: int) -> int:
-        numbers = (node_of(time - offset) for time in at[::every])
+    def fits(offset: float, times: Sequence[float]) -> int:
+        numbers = (node_of(time - offset) for time in times)
         return sum(-1 if number is None or not launching[number] else 1 for number in numbers)
 
+    some = at[:: 1 + len(at) // _SAMPLES]
     offsets = [float(a - b) for a in at[:_CANDIDATES] for b in begins[:_CANDIDATES]]
-    near = sorted(offsets, key=lambda offset: fits(offset, 13))[-5:]
-    offset = max((n + step / 2 for n in near for step in range(-40, 41)), key=lambda offset: fits(offset, 3))
+    near = sorted(offsets, key=lambda offset: fits(offset, some))[-5:]
+    offset = max((n + step / 2 for n in near for step in range(-40, 41)), key=lambda offset: fits(offset, at))
     found: list[dict[str, Any]] = [_record(node) for node in nodes]
     outside = 0.0
     for kernel, time_ in zip(kernels, at, strict=True):

@@ -97,7 +97,7 @@ def ctc(batch: int = 32, length: int = 32, words: int = 28) -> Any:
 PROGRAMS: dict[str, Callable[..., Any]] = {"bert": bert, "resnet": resnet, "mlp": mlp, "cnn": cnn, "lstm": lstm}
 #: Of what size activations, not the update, take the most memory.
 LARGE: dict[str, dict[str, int]] = {
-    "bert": {"batch": 64, "length": 128},
+    "bert": {"batch": 64, "length": 128, "layers": 4},
     "resnet": {"batch": 64},
     "mlp": {"batch": 4096},
     "cnn": {"batch": 1024},

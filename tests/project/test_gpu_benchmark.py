@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from amp_transpiler.runtime.missing import cuda_missing
-from tests.benchmarks import forms, gpu, profiled
+from tests.benchmarks import forms, gpu, kernel_times, profiled
 from tests.helpers.where import ROOT
 
 SHORT = ["--tiny", "--models", "bert", "--modes", "pure"]
@@ -45,6 +45,27 @@ def test_what_launches_nothing_costs_nothing() -> None:
     spent: collections.Counter[str] = collections.Counter()
     profiled._add_costs([*runs, *events], spent)
     assert spent == {"Mul": 6}
+
+
+def test_kernels_are_of_the_nodes_that_launched_them() -> None:
+    """The clocks of the two begin apart, nodes follow each other closely, and views launch nothing."""
+    profile, trace = [], []
+    for run in range(3):
+        profile.append({"ts": 1000 * run, "name": "model_run"})
+        for number in range(40):
+            start, name = 1000 * run + 20 + 12 * number, ("Reshape", "Mul", "Gemm")[number % 3]
+            node = {"op_name": name, "input_type_shape": [{"float16": [4, number]}], "output_type_shape": []}
+            profile.append({"ts": start, "dur": 11, "name": f"n{number}_kernel_time", "args": node})
+            for kernel in range(number % 3 if run else 0):
+                at, key = {"correlation": len(trace)}, start + 3 + kernel + 54321.5
+                trace.append({"ts": key, "dur": 1, "cat": "cuda_runtime", "name": "launch", "args": at})
+                trace.append({"ts": key + 90, "dur": 7, "cat": "kernel", "name": f"{name} {kernel}", "args": at})
+    records = kernel_times.by_node(profile, trace)
+    assert [len(record["kernels"]) for record in records] == [number % 3 for number in range(40)]
+    assert all(kernel[0].startswith(record["operator"]) for record in records for kernel in record["kernels"])
+    assert kernel_times.moved(records[5]) == 4 * 5 * 2
+    lines = list(kernel_times.summary(records, 2))
+    assert lines[0].split() == ["us", "kernels", "GB/s", "operator"] and lines[1].split()[:2] == ["182.0", "26"]
 
 
 @pytest.mark.skipif(cuda_missing(0) is None, reason="there is a device")
