@@ -189,8 +189,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.exit(2, f"not run: {why}\n")
     with tempfile.TemporaryDirectory() as folder:
         profile, trace, alone = traced(asked, Path(folder))
-    if asked.events:
-        Path(asked.events).write_text(json.dumps([profile, trace]), encoding="utf-8")
     records = by_node(profile, trace)
     busy = sum(kernel[1] for record in records for kernel in record["kernels"]) / 1e3
     print(f"{asked.model} {asked.mode}: {alone:.2f} ms a step, {busy:.2f} ms of kernels")
