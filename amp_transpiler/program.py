@@ -156,7 +156,7 @@ class Program(Graph):
 
         ``feed_shapes`` and ``fetch_list`` as for :meth:`memory_estimate`, which raises the same errors. Every node of
         the lowered model counts with what it reads and writes, as if nothing were fused or found in a cache.
-        The result's ``forecast("A100")`` says how long that takes on a device at least, and
+        The result's ``forecast("A100")`` says how long that takes on a device, and
         ``amp.compare_costs`` whether 16 bit pays there.
         """
         return cost_estimate.cost_estimate(self, place, feed_shapes, fetch_list)

@@ -15,11 +15,13 @@ _RATES = ("float16", "bfloat16", "tf32", "float32")
 
 @dataclass(frozen=True)
 class Device:
-    """A device as its maker publishes it.
+    """A device as its maker publishes it, and what kernels reach of that.
 
     ``memory`` in bytes, ``bandwidth`` in bytes a second, ``rates`` in operations a second: "float16" and "bfloat16" of
     matrix units that add up in fp32, "tf32" of the same with fp32 operands, "float32" of everything else. ``launch``,
-    ``captured``: seconds between two kernels that are launched one by one, or as a CUDA graph.
+    ``captured``: seconds between two kernels that are launched one by one, or as a CUDA graph. ``reached``: the shares
+    of the bandwidth and of the rate of products. ``slower``: how many times as long as on the device that was measured
+    instructions take, for kernels that :func:`busy_seconds` knows.
     """
 
     key: str
@@ -30,6 +32,8 @@ class Device:
     captured: float
     source: str
     rates: Mapping[str, float] = field(hash=False)
+    reached: tuple[float, float] = (1.0, 1.0)
+    slower: float = 1.0
 
     def rate(self, dtype: str, tf32: bool = False) -> float:
         """Operations a second of products with operands of this type; TF32 where it is asked for and there."""
@@ -38,16 +42,16 @@ class Device:
 
 
 def parse_devices(text: str, file: str) -> Mapping[str, Device]:
-    """The devices in a TOML text: ``[launch]``, and a table ``[device.KEY]`` each.
+    """The devices in a TOML text: ``[launch]``, ``[reached]``, ``[numbers]``, and a table ``[device.KEY]`` each.
 
     ArgumentError: a field that is missing or unknown, or a number that is not above zero.
     """
     data = tomllib.loads(text)
-    launch = data["launch"]
-    return MappingProxyType({key: _device(key, entry, launch, file) for key, entry in data["device"].items()})
+    return MappingProxyType({key: _device(key, entry, data, file) for key, entry in data["device"].items()})
 
 
-def _device(key: str, entry: Mapping[str, Any], launch: Mapping[str, float], file: str) -> Device:
+def _device(key: str, entry: Mapping[str, Any], data: Mapping[str, Any], file: str) -> Device:
+    launch, reached, measured = data["launch"], data["reached"], data["device"][data["numbers"]["device"]]
     fields = {"name", "source", "memory", "bandwidth", "float32"}
     wrong = sorted((fields - entry.keys()) | (entry.keys() - fields - set(_RATES)))
     numbers = {name: value for name, value in entry.items() if name not in ("name", "source")}
@@ -66,7 +70,23 @@ def _device(key: str, entry: Mapping[str, Any], launch: Mapping[str, float], fil
         launch["captured"],
         entry["source"],
         MappingProxyType({rate: entry[rate] * 1e12 for rate in _RATES if rate in entry}),
+        (reached["bandwidth"], reached["products"]),
+        measured["float32"] / entry["float32"],
     )
+
+
+@cache
+def _numbers() -> Mapping[str, float]:
+    """Numbers a second of kernels that their instructions bind, by type, on the device that was measured."""
+    found = tomllib.loads(read_text("devices.toml"))["numbers"]
+    return {name: rate * 1e9 for name, rate in found.items() if name != "device"}
+
+
+def busy_seconds(type_: str, numbers: int) -> float:
+    """Seconds that the instructions of a kernel of this type take for so many numbers, on the device that was measured;
+    0 where its bytes bind it, as far as is known."""
+    rate = _numbers().get(type_)
+    return numbers / rate if rate else 0.0
 
 
 @cache

@@ -20,7 +20,7 @@ from amp_transpiler.ops.gpu_kernels import (
     mixed_rows,
     plus_rows,
     rounded_once,
-    row_sums,
+    sums_of_rows,
     weighed_sums,
 )
 from amp_transpiler.ops.pool import through_maxima
@@ -210,7 +210,7 @@ def softmax(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
         return [dx if factor == 1 else times(e, dx, factor)]
     weighed = e.Mul(*weights, shape=y.shape)
     if axis == last:
-        dx = plus_rows(e, weighed, row_sums(e, weighed, -1.0), y)
+        dx = plus_rows(e, weighed, sums_of_rows(e, weighed, -1.0), y)
         return [dx if factor == 1 else times(e, dx, factor)]
     dot = e.ReduceSum(weighed, e.ints(axis), keepdims=1, shape=(*size_of(y)[:axis], 1, *size_of(y)[axis + 1 :]))
     return [e.Mul(e.Sub(dy, dot), y)]
@@ -233,7 +233,7 @@ def _kept(e: Emitter, dy: Value, y: Value) -> tuple[Value, Value] | None:
 def log_softmax(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
     axis = _axis(op, y)
     if axis == len(size_of(y)) - 1:
-        return [plus_rows(e, dy, row_sums(e, dy, -1.0), e.Exp(y))]
+        return [plus_rows(e, dy, sums_of_rows(e, dy, -1.0), e.Exp(y))]
     return [e.Sub(dy, e.Mul(e.Exp(y), e.ReduceSum(dy, e.ints(axis), keepdims=1)))]
 
 

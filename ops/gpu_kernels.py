@@ -149,14 +149,14 @@ def plus_rows(e: Emitter, x: Value, b: Value, y: Value) -> Value:
     return e.op("GatedAdd", x, y, e.cast(b, x.dtype), domain=DOMAIN, shape=x.shape)
 
 
-def row_sums(e: Emitter, value: Value, factor: float = 1.0) -> Value:
+def sums_of_rows(e: Emitter, value: Value, factor: float = 1.0) -> Value:
     """The sum over the last axis, which stays, times a number; kernels add up in fp32.
 
     In 16 bit on a GPU a product with ones: 49,152 rows of 128 numbers take a third of the time on an H200.
     """
     *lead, width = size_of(value)
     shape, rows = (*lead, 1), math.prod(lead)
-    if e.at.fused and value.dtype in HALF:
+    if e.at.fused and value.dtype in HALF and width:
         ones = e.const(np.ones((width, 1)), value.dtype)
         alpha = None if factor == 1 else factor
         return e.reshape(e.Gemm(e.reshape(value, (rows, width)), ones, alpha=alpha, shape=(rows, 1)), shape)
@@ -233,7 +233,7 @@ def weighed_sums(e: Emitter, dp: Value, p: Value) -> tuple[Value, Value] | None:
     if (do.dtype, do.shape, dp.dtype) != (o.dtype, size, o.dtype):
         return None
     ratio = float(back.attrs.get("alpha") or 1.0) / number_of(e, factor)
-    return row_sums(e, e.Mul(do, o), -ratio), dp
+    return sums_of_rows(e, e.Mul(do, o), -ratio), dp
 
 
 def for_rows(e: Emitter, number: Value, rows: int) -> Value:

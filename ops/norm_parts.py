@@ -14,7 +14,7 @@ from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.channel_rows import by_channel
 from amp_transpiler.ops.common import size_of
 from amp_transpiler.ops.gpu_kernels import product as matrix_product
-from amp_transpiler.ops.training.rows import lie_together, products, state_as
+from amp_transpiler.ops.training.rows import products, state_as
 
 EPSILON = 1e-5
 
@@ -87,9 +87,7 @@ def slope_of(e: Emitter, scale: Value, r: Value) -> Value:
         known = e.shared.pop(LAYERS, ())
         pairs = sorted(zip(known[::2], known[1::2], strict=True), key=lambda pair: size_of(pair[0]))  # alike together
         pairs = pairs if (scale, r) in pairs else [(scale, r)]
-        slopes = products(e, pairs)
-        lie_together(e, slopes)
-        for pair, made in zip(pairs, slopes, strict=True):
+        for pair, made in zip(pairs, products(e, pairs), strict=True):
             e.shared[_slope_key(*pair)] = (made,)
     return e.shared[_slope_key(scale, r)][0]
 
@@ -202,6 +200,7 @@ def halves(e: Emitter, both: Value) -> tuple[Value, Value]:
 
 def over_rows(e: Emitter, x: Value, slope: Value, bias: Value) -> Value:
     """slope * x + bias of a matrix, with fp32 numbers for each of its rows, in its type."""
-    (rows, count), vectors = size_of(x), (e.reshape(v, (size_of(x)[0],)) for v in (slope, bias))
-    zeros = e.const(np.zeros(rows), x.dtype)
-    return e.reshape(affine(e, e.reshape(x, (1, rows, count)), *vectors, zeros), (rows, count))
+    rows, count = size_of(x)
+    slope, bias = (e.reshape(v, (rows,)) for v in (slope, bias))
+    made = affine(e, e.reshape(x, (1, rows, count)), slope, bias, e.const(np.zeros(rows), x.dtype))
+    return e.reshape(made, (rows, count))

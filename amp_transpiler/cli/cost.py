@@ -58,7 +58,7 @@ def show(program: Program, options: argparse.Namespace) -> None:
 
 
 def _forecasts(estimate: CostEstimate, names: list[str] | None) -> str:
-    lines = ["forecast of the least time, launched one by one / captured as a CUDA graph, and what takes most of it:"]
+    lines = ["forecast, launched one by one / captured as a CUDA graph, and what takes most of it:"]
     for name in names or devices():
         alone, captured = (estimate.forecast(name, captured=captured) for captured in (False, True))
         lines.append(

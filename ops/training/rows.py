@@ -218,12 +218,8 @@ def products(e: Emitter, pairs: Sequence[tuple[Value, Value]]) -> list[Value]:
 def remember_state(e: Emitter, values: Sequence[Value], whole: Value, cast_whole: bool) -> None:
     """That ``values`` are the parts of a flat state, and whether all of them are cast together."""
     remember(e, values, whole)
-    lie_together(e, [v for v in values if cast_whole or len(v.shape or ()) == 1])
-
-
-def lie_together(e: Emitter, values: Sequence[Value]) -> None:
-    """That :func:`state_as` may cast these together."""
-    e.shared |= {_lies_with(v): tuple(values) for v in values}
+    together = tuple(v for v in values if cast_whole or len(v.shape or ()) == 1)
+    e.shared |= {_lies_with(v): together for v in together}
 
 
 def _lies_with(value: Value) -> str:

@@ -71,17 +71,13 @@ def _of_window(form: Form, window: Window, *group_and_values: Any) -> Value:
 
 
 def rows(tiny: bool) -> Iterator[Case]:
-    """Products and statistics of rows, as batch normalisation has them."""
+    """Products of rows, as batch normalisation has them."""
     real = [(64, 802816), (256, 200704), (512, 50176), (1024, 12544), (2048, 3136)]
     for shape in [(8, 512 * 7)] if tiny else real:
         count = shape[1]
         products: dict[str, Form] = {"whole rows": partial(_in_blocks, ())}
         products |= {f"{n} blocks": partial(_in_blocks, (n,)) for n in (8, 16, 32, 64) if count % (8 * n) == 0}
         yield Case(f"products of rows {shape}", [shape, shape], products)
-        forms: dict[str, Form] = {f"LayerNormalization, {n} a row": partial(_normalised, n) for n in (1, 8, 32)}
-        forms["InstanceNormalization"] = _as_instances
-        forms |= {name: partial(_reduced, name) for name in ("ReduceMean", "ReduceSumSquare")}
-        yield Case(f"statistics of rows {shape}", [shape], forms)
 
 
 def _in_blocks(blocks: tuple[int, ...], e: Emitter, a: Value, b: Value) -> Value:
@@ -103,31 +99,7 @@ def _as_instances(e: Emitter, x: Value) -> Value:
     return e.op("InstanceNormalization", e.reshape(x, shape), one, zero, shape=shape)
 
 
-def _reduced(name: str, e: Emitter, x: Value) -> Value:
-    return e.op(name, x, e.ints(1), keepdims=1, shape=((x.shape or (0,))[0], 1))
-
-
-def sums(tiny: bool) -> Iterator[Case]:
-    """Sums over tokens, of a bias's gradient."""
-    shape = (2, 4, 8) if tiny else (32, 128, 768)
-    tokens, width = prod(shape[:2]), shape[2]
-
-    def product(e: Emitter, x: Value) -> Value:
-        ones = e.const(np.ones((1, tokens)), x.dtype)
-        return e.Gemm(ones, e.reshape(x, (tokens, width)), shape=(1, width))
-
-    def reduced(e: Emitter, x: Value) -> Value:
-        return e.ReduceSum(x, e.ints(0, 1), keepdims=1, shape=(1, 1, width))
-
-    yield Case(f"sums of columns {shape}", [shape], {"ReduceSum": reduced, "Gemm with ones": product})
-
-
-def zeros(tiny: bool) -> Iterator[Case]:
-    """Zeros between strides."""
-    shape = (4, 2, 4, 1, 4, 1) if tiny else (256, 64, 28, 1, 28, 1)
-    wide = (*shape[:2], shape[2], 2, shape[4], 2)
-
-    def chosen(e: Emitter, x: Value) -> Value:
+def chosen(e: Emitter, x: Value) -> Value:
         first = np.array([1, 0, 0, 0], bool).reshape(1, 2, 1, 2)
         return e.Where(e.const(first), x, e.like(0, x), shape=wide)
 
@@ -137,7 +109,7 @@ def zeros(tiny: bool) -> Iterator[Case]:
     yield Case(f"zeros between {shape}", [shape], {"Where": chosen, "Pad": padded})
 
 
-def column_sums(tiny: bool) -> Iterator[Case]:
+def sums(tiny: bool) -> Iterator[Case]:
     """Sums over tokens as products with ones, of several rows: of one a product computes a small part of a tile."""
     for tokens, width in [(32, 16)] if tiny else [(4096, 768), (4096, 3072), (12544, 2048)]:
 
@@ -352,11 +324,9 @@ def convolutions(tiny: bool) -> Iterator[Case]:
 CASES = {
     "weights": weights,
     "rows": rows,
-    "sums": sums,
-    "zeros": zeros,
     "dense": dense,
     "convolutions": convolutions,
-    "column_sums": column_sums,
+    "sums": sums,
     "row_sums": row_sums,
     "sums_of_two": sums_of_two,
     "embedding": embedding,

@@ -130,7 +130,7 @@ def test_info_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "--ranks needs --device A100, say, or --step-time" in capsys.readouterr().err
     assert main([*arguments, "--bandwidth", "1", "--device", "T4", "A100"]) == 0
     out = capsys.readouterr().out
-    assert "the least time on T4; nccl, 1 GB/s" in out and "the least time on A100; nccl, 1 GB/s" in out
+    assert "the forecast for T4; nccl, 1 GB/s" in out and "the forecast for A100; nccl, 1 GB/s" in out
     assert out.count("buckets of gradients: 8.0 KiB") == 2 and out.count("\n   4096 ") == 2
     said = [
         "--step-time",

@@ -72,3 +72,42 @@ def test_batch_normalization_of_long_rows(shape: tuple[int, ...]) -> None:
     check_gradient(
         "BatchNormalization", [rng.normal(size=shape), *vectors], attrs={"training_mode": 1}, outputs=3, wrt=(0, 1, 2)
     )
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("float32", "ReduceSum"), ("float16", "Gemm"), ("bfloat16", "Gemm")])
+@pytest.mark.parametrize("bias", [(5,), (1, 1, 5)], ids=str)
+def test_sums_over_leading_axes(bias: tuple[int, ...], dtype: str, kind: str) -> None:
+    """In 16 bit a product with ones; of axes that do not lead, the sum itself."""
+    x, b, column = np.zeros((2, 3, 5)), np.zeros(bias), np.zeros((2, 3, 1))
+    for other, expected in ((b, kind), (column, "ReduceSum")):
+        model = gradient_model("Add", [x, other], dtype, "cuda", wrt=[1])
+        kinds = {node.op_type for node in model.graph.node}
+        assert expected in kinds and len(kinds & {"Gemm", "ReduceSum"}) == 1
+
+
+def test_sums_over_leading_axes_are_right() -> None:
+    rng = np.random.default_rng(2)
+    check_gradient("Add", [rng.normal(size=(4, 3, 5)), rng.normal(size=(1, 5))])
+
+
+@pytest.mark.parametrize("axis", [-1, 1])
+@pytest.mark.parametrize("type_", ["Softmax", "LogSoftmax"])
+def test_rows_of_a_softmax_are_added_up(type_: str, axis: int) -> None:
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(3, 4, 6))
+    for dtype, sums in (("float16", "Gemm"), ("float32", "ReduceSum")):
+        kinds = [node.op_type for node in gradient_model(type_, [x], dtype, "cuda", axis=axis).graph.node]
+        assert ("GatedAdd" in kinds) == (axis == -1) and (sums if axis == -1 else "ReduceSum") in kinds
+        assert "HyperConnectionPostMix" not in kinds
+    check_gradient(type_, [x], attrs={"axis": axis})
+    check_gradient(type_, [rng.normal(size=7)])
+
+
+@pytest.mark.parametrize(("width", "kind"), [(40, "ScatterElements"), (4, "ScatterND")])
+def test_wide_rows_are_added_element_by_element(width: int, kind: str) -> None:
+    """A row that is looked up twice, and one from the end."""
+    rng = np.random.default_rng(4)
+    table, at = rng.normal(size=(6, width)), np.array([[1, 4, 1], [-1, 0, 4]])
+    model = gradient_model("Gather", [table, at], "float16", "cuda")
+    assert {node.op_type for node in model.graph.node} & {"ScatterElements", "ScatterND"} == {kind}
+    check_gradient("Gather", [table, at])

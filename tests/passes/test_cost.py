@@ -183,6 +183,7 @@ def test_arithmetic_of_composed_operators() -> None:
 
 # -- forecasts ---------------------------------------------------------------------------------------------
 WIDE = "float[4096, 4096] x", "float[4096, 4096] y"
+TYPES = "float16", "float"
 
 
 def test_each_kernel_takes_its_longest_term() -> None:
@@ -192,8 +193,10 @@ def test_each_kernel_takes_its_longest_term() -> None:
     )
     v100, pixels = find_device("v100"), 4096**2
     forecast = found.forecast("V100")
-    assert forecast.arithmetic == pytest.approx(2 * 4096**3 / 15.7e12)
-    assert forecast.memory == pytest.approx((2 * 4 * pixels + (2 * 4 * pixels + 4)) / 900e9)
+    bandwidth, products = v100.reached
+    assert 0.5 < products < bandwidth < 1
+    assert forecast.arithmetic == pytest.approx(2 * 4096**3 / 15.7e12 / products)
+    assert forecast.memory == pytest.approx((2 * 4 * pixels + (2 * 4 * pixels + 4)) / 900e9 / bandwidth)
     assert forecast.launch == v100.launch and forecast.launched == 1 and forecast.bound == "arithmetic"
     assert forecast.seconds == pytest.approx(forecast.arithmetic + forecast.memory + forecast.launch)
     captured = found.forecast("V100", captured=True)
@@ -210,9 +213,20 @@ def test_16_bit_products_take_the_rate_of_their_type() -> None:
         estimate("y = MatMul(x, x)", *(each.replace("float", dtype) for each in WIDE))
         for dtype in ("float16", "bfloat16")
     )
-    assert half.forecast("V100").arithmetic == pytest.approx(2 * 4096**3 / 125e12)
-    assert brain.forecast("V100").arithmetic == pytest.approx(2 * 4096**3 / 15.7e12), "no units for bfloat16"
+    products = find_device("V100").reached[1]
+    assert half.forecast("V100").arithmetic == pytest.approx(2 * 4096**3 / 125e12 / products)
+    assert brain.forecast("V100").arithmetic == pytest.approx(2 * 4096**3 / 15.7e12 / products), "no units for bfloat16"
     assert brain.forecast("A100").seconds == half.forecast("A100").seconds
+
+
+@pytest.mark.parametrize("device", ["H200", "T4"])
+def test_instructions_bind_some_kernels(device: str) -> None:
+    """In proportion to the fp32 rate; twice as many bytes take as long, until they bind it."""
+    found = {dtype: estimate("y = Gelu(x)", *(each.replace("float", dtype) for each in WIDE)) for dtype in TYPES}
+    forecasts = [found[dtype].forecast(device) for dtype in TYPES]
+    slower = find_device("H200").rates["float32"] / find_device(device).rates["float32"]
+    assert forecasts[0].arithmetic == pytest.approx(4096**2 / 312e9 * slower) and forecasts[0].bound == "arithmetic"
+    assert forecasts[1].bound == {"H200": "arithmetic", "T4": "memory"}[device]
 
 
 def chain(dtype: str, type_: str = "MatMul", cast: bool = False) -> CostEstimate:
@@ -285,7 +299,14 @@ def test_wrong_arguments_are_refused() -> None:
         amp.compare_costs({"a": found, "b": found}, ["A100"]).verdict("auto", "A100")
 
 
-HEAD = "[launch]\nalone = 1\ncaptured = 1\n[device.X]\nname = 'X'\nsource = 's'\n"
+HEAD = """
+launch = {alone = 1, captured = 1}
+reached = {bandwidth = 1, products = 1}
+numbers = {device = "X"}
+[device.X]
+name = "X"
+source = "s"
+"""
 
 
 @pytest.mark.parametrize(

@@ -277,7 +277,7 @@ def test_gradients_that_accumulate_are_exchanged_once() -> None:
 def test_a_plan_is_a_table(bert: Planner) -> None:
     plan = bert.table(ALL)
     lines = str(plan).splitlines()
-    assert "the least time on V100; nccl, 10 GB/s within nodes of 8 ranks, 1 GB/s between them" in lines[0]
+    assert "the forecast for V100; nccl, 10 GB/s within nodes of 8 ranks, 1 GB/s between them" in lines[0]
     assert [int(line.split()[0]) for line in lines[3 : 3 + len(ALL)]] == ALL
     record = json.loads(json.dumps(plan.to_dict()))
     assert [row["ranks"] for row in record["rows"]] == ALL and record["rows"][3]["efficiency"] == plan[8].efficiency

@@ -164,7 +164,7 @@ def test_every_form_runs_and_says_what_is_wrong(capsys: pytest.CaptureFixture[st
     assert all(line.startswith("  ") == (" ms " in line) for line in lines)
     with pytest.raises(SystemExit, match="2"):
         forms.main(["row", "--place", "cpu"])
-    assert "there is no case row; there are weights, rows, sums, zeros" in capsys.readouterr().err
+    assert "there is no case row; there are weights, rows, dense, convolutions" in capsys.readouterr().err
     if cuda_missing(0):
         with pytest.raises(SystemExit, match="2"):
             forms.main(["rows"])

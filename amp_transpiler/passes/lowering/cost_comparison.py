@@ -75,7 +75,7 @@ class CostComparison:
                 f"{mode:<10} {found.kernels:>9,} {amount(found.bytes):>11} {share:>7.1%} "
                 f"{found.flops_16 / 1e9:>10,.1f} {found.flops_32 / 1e9:>10,.1f} {amount(found.peak):>10}"
             )
-        lines.append("forecast of the least time in ms, launched one by one / captured as a CUDA graph:")
+        lines.append("forecast in ms, launched one by one / captured as a CUDA graph:")
         lines.append(f"{'':<10} " + " ".join(f"{mode:>21}" for mode in modes))
         cells: dict[str, list[str]] = {}
         for each in self.verdicts:

@@ -14,7 +14,7 @@ from amp_transpiler.ir.reasons import Kind
 from amp_transpiler.ir.types import HALF, SHORT
 from amp_transpiler.lists.devices import Device, devices, find_device
 from amp_transpiler.passes.lowering.forecast import Forecast, Work, roofline
-from amp_transpiler.passes.lowering.kernels import Kernel, kernels_of
+from amp_transpiler.passes.lowering.kernels import CASTS, Kernel, kernels_of
 from amp_transpiler.passes.lowering.liveness import Liveness, plan
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.memory_estimate import MemoryEstimate, estimate_memory, lower_sized
@@ -22,7 +22,6 @@ from amp_transpiler.passes.lowering.place import Place, check_place
 from amp_transpiler.passes.lowering.tensor_types import inferred, types_in
 
 _GIB = 2**30
-CASTS = frozenset({"Cast", "CastLike"})
 _ROWS = 20
 
 
@@ -79,7 +78,7 @@ class CostEstimate:
     work: tuple[Work, ...] = field(repr=False)
 
     def forecast(self, device: str, *, captured: bool = False, tf32: bool = False) -> Forecast:
-        """The least time on a device ("A100"; ArgumentError lists those known), by a roofline.
+        """The time on a device ("A100"; ArgumentError lists those known), by a roofline.
 
         ``captured``: with the whole captured as a CUDA graph. ``tf32``: fp32 products in TF32, which
         ``Executor(tf32=True)`` computes. The result has ``seconds``, and of these ``memory``, ``arithmetic`` and
@@ -188,11 +187,11 @@ def cost_estimate(
     kernels, live = counted.kernels, counted.live
     sizes: Counter[str] = Counter()
     groups: dict[str, list[Kernel]] = {}
-    work: Counter[tuple[int, int, str, bool]] = Counter()
+    work: Counter[tuple[int, int, str, bool, float]] = Counter()
     for kernel in kernels:
         sizes.update({kind: size * kernel.times for kind, size in kernel.bytes.items()})
         groups.setdefault(kernel.operator.type if kernel.operator else kernel.type, []).append(kernel)
-        work[kernel.moved, kernel.flops, kernel.dtype, kernel.type in CASTS] += kernel.times
+        work[kernel.kind] += kernel.times
     rows = sorted((_row(name, group) for name, group in groups.items()), key=lambda row: (-row.bytes, row.operator))
     casts = [kernel for kernel in kernels if kernel.type in CASTS]
     return CostEstimate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,10 +16,12 @@ from amp_transpiler.ir.kernel_cost import launches, moved_bytes, tensor_bytes
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import flops_of
 from amp_transpiler.ir.types import FLOATS
+from amp_transpiler.lists.devices import busy_seconds
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.tensor_types import Type, types_in
 
 Types = Mapping[str, Type]
+CASTS = frozenset({"Cast", "CastLike"})
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Kernel:
     ``operator``: that of the program which it serves; None where it serves several. ``times``: how often it runs.
     ``bytes``: by element type, of all that it reads and writes, each operand whole. ``moved``: bytes without what a
     selection leaves unread. ``flops``: arithmetic of a sum of products, whose operands have the type ``dtype``.
+    ``busy``: seconds of its instructions, as forecasts take them.
     ``node``: the number of the model's node that it, or the graph around it, belongs to.
     """
 
@@ -38,7 +42,13 @@ class Kernel:
     moved: int
     flops: int
     dtype: str
+    busy: float = 0.0
     node: int = -1
+
+    @property
+    def kind(self) -> tuple[int, int, str, bool, float]:
+        """What kernels that are alike for a forecast have in common."""
+        return self.moved, self.flops, self.dtype, self.type in CASTS, self.busy
 
 
 def kernels_of(lowered: Lowered, graph: onnx.GraphProto, types: Types) -> tuple[list[Kernel], list[str]]:
@@ -102,6 +112,7 @@ class _Walk:
                 moved_bytes(node.op_type, node.domain, read, written),
                 rule(attributes, *shapes) if rule is not None else 0,
                 next((each[0] for each in used if each[0] in FLOATS), ""),
+                busy_seconds(node.op_type, max((math.prod(each[1]) for each in used), default=0)),
             )
         ]
 

@@ -48,7 +48,7 @@ class Assumed:
     def __str__(self) -> str:
         network, time = self.network, f"a step of {1e3 * (self.step_time or 0):.4g} ms on one rank"
         if self.step_time is None and self.device is not None:
-            time = f"the least time on {self.device.key}" + (" as a CUDA graph" if self.captured else "")
+            time = f"the forecast for {self.device.key}" + (" as a CUDA graph" if self.captured else "")
         links = f"{network.bandwidth / 1e9:g} GB/s"
         if network.node > 1:
             links = f"{network.within / 1e9:g} GB/s within nodes of {network.node} ranks, {links} between them"

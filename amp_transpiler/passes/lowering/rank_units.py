@@ -18,7 +18,7 @@ from amp_transpiler.ir.nodes import BACKWARD, FORWARD, OWN, Operator, Variable
 from amp_transpiler.ir.opdef import exchange_of
 from amp_transpiler.ir.types import BYTES, FLOATS
 from amp_transpiler.ops.training.all_reduce import ALL_GATHER, ALL_REDUCE
-from amp_transpiler.passes.lowering.cost_estimate import CASTS, Counted
+from amp_transpiler.passes.lowering.cost_estimate import Counted
 from amp_transpiler.passes.lowering.kernels import Kernel
 from amp_transpiler.passes.lowering.lowered import used_tensors
 from amp_transpiler.passes.lowering.rounds import Rounds, rounds
@@ -26,7 +26,7 @@ from amp_transpiler.passes.lowering.tensor_types import Type, inferred, types_in
 from amp_transpiler.passes.view.training_step import TrainingStep, replaced
 
 #: How kernels that are alike are counted: what each moves and computes, in which type, and whether it is a cast.
-Kind = tuple[int, int, str, bool]
+Kind = tuple[int, int, str, bool, float]
 REDUCED, GATHERED, DEALT = "reduced", "gathered", "dealt"
 
 
@@ -176,7 +176,7 @@ def work_of(kernels: Iterable[Kernel]) -> Counter[Kind]:
     """Kernels by kind."""
     work = Counter[Kind]()
     for kernel in kernels:
-        work[kernel.moved, kernel.flops, kernel.dtype, kernel.type in CASTS] += kernel.times
+        work[kernel.kind] += kernel.times
     return work
 
 
