@@ -99,16 +99,6 @@ def _as_instances(e: Emitter, x: Value) -> Value:
     return e.op("InstanceNormalization", e.reshape(x, shape), one, zero, shape=shape)
 
 
-def chosen(e: Emitter, x: Value) -> Value:
-        first = np.array([1, 0, 0, 0], bool).reshape(1, 2, 1, 2)
-        return e.Where(e.const(first), x, e.like(0, x), shape=wide)
-
-    def padded(e: Emitter, x: Value) -> Value:
-        return e.Pad(x, e.ints(*[0] * 9, 1, 0, 1), shape=wide)
-
-    yield Case(f"zeros between {shape}", [shape], {"Where": chosen, "Pad": padded})
-
-
 def sums(tiny: bool) -> Iterator[Case]:
     """Sums over tokens as products with ones, of several rows: of one a product computes a small part of a tile."""
     for tokens, width in [(32, 16)] if tiny else [(4096, 768), (4096, 3072), (12544, 2048)]:
