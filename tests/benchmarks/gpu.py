@@ -97,7 +97,7 @@ class Ours:
         self.cuda = asked.place == "cuda"
         self.place = amp.CUDAPlace(0) if self.cuda else amp.CPUPlace()
         self.executor = amp.Executor(self.place, threads=1, tf32=asked.tf32, cuda_graph=asked.graph)
-        self.before = _used() if self.cuda else 0
+        self.before = used() if self.cuda else 0
         self.main, startup, self.loss, optimizer = training(asked.model, asked.mode, **asked.sizes)
         self.scope = amp.Scope()
         self.executor.run(startup, scope=self.scope)
@@ -110,7 +110,7 @@ class Ours:
         """The answer to a request."""
         word, *count = what.split()
         if word == "memory":
-            return (_used() - self.before) / 2**20 if self.cuda else _peak()
+            return (used() - self.before) / 2**20 if self.cuda else _peak()
         if word == "costs":
             return largest_costs(self.main, self.loss, self.feed, self.scope, self.place)
         begin = time.perf_counter()
@@ -136,7 +136,7 @@ def feeds(program: amp.Program) -> dict[str, np.ndarray]:
     return {variable.name: one(variable) for variable in program.inputs if not variable.persistable}
 
 
-def _used() -> float:
+def used() -> float:
     """Bytes of the device that are taken, by whomever; NaN where no library of CUDA tells."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     for name in ("libcudart.so.13", "libcudart.so.12", "cudart64_13.dll", "cudart64_12.dll"):

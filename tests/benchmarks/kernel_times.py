@@ -30,7 +30,7 @@ import amp_transpiler as amp
 from amp_transpiler.ir.kernel_cost import launches
 from amp_transpiler.ir.types import BYTES
 from amp_transpiler.runtime.missing import cuda_missing
-from tests.benchmarks.gpu import SIZES, TINY, feeds
+from tests.benchmarks.gpu import SIZES, TINY, feeds, used
 from tests.helpers.benchmark_programs import MODES, training
 
 Event = dict[str, Any]
@@ -69,11 +69,16 @@ def traced(asked: argparse.Namespace, folder: Path) -> tuple[list[Event], list[E
 
     with mock.patch.object(ort, "InferenceSession", profiled):
         with closing(amp.Executor(place, threads=1)) as executor:
+            memory = [used()]
             executor.run(startup, scope=scope)
             if asked.mode != "fp32":
                 optimizer.amp_init(place, scope=scope)
+            memory.append(used())
             steps(executor, SETTLING)
             alone = steps(executor, asked.steps)
+            memory.append(used())
+        taken = " and ".join(f"{(each - memory[0]) / 2**20:,.0f}" for each in memory[1:])
+        print(f"{taken} MiB of the device after the startup program and the steps")
         recorded, made = True, len(sessions)
         with closing(amp.Executor(place, threads=1)) as executor:
             steps(executor, SETTLING)
