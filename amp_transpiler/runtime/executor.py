@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -58,7 +58,7 @@ from amp_transpiler.runtime.shards import Sent, run_updates, settle
 from amp_transpiler.runtime.staging import Prefetch, staged
 from amp_transpiler.runtime.startup_run import startup_parts, startup_settings
 from amp_transpiler.runtime.states import fetched_state
-from amp_transpiler.runtime.tensor_cores import needs_tensor_cores
+from amp_transpiler.runtime.tensor_cores import with_tensor_cores
 from amp_transpiler.warn import warn_user
 
 
@@ -79,9 +79,10 @@ class Executor:
     this package, and of other programs a second one serves most shapes after the first: those are lowered alone.
     ``optimization_level`` is onnxruntime's: "all", "extended", "basic" or "disable"; from "extended" on it may
     rearrange fp32 arithmetic between two roundings. ``threads`` within one operator (default: onnxruntime's
-    choice). ``tf32`` lets CUDA round the operands of fp32 matrix products to 10 bits. On a GPU an operator without a
-    kernel is an error, unless ``allow_cpu_fallback``; with it, and no usable device at all, programs run on
-    ``CPUPlace()`` with a warning.
+    choice). ``tf32`` lets CUDA round the operands of fp32 matrix products to 10 bits; 16-bit convolutions take tensor
+    cores without it where a program has no such product, and else are slower. On a GPU an operator without a kernel is
+    an error, unless ``allow_cpu_fallback``; with it, and no usable device at all, programs run on ``CPUPlace()`` with a
+    warning.
 
     ``cache_dir`` names a folder in which the models of sessions are kept as onnxruntime has optimised them: a program
     that was run before then starts in half the time, also in another process. It holds at most 1 GiB, what was
@@ -318,8 +319,7 @@ class Executor:
         lowered = lower(program, at.kind, tensors_fed, fetches, updates, (), others, True, arithmetic_of(at), cores)
         in_place = bool(lowered.updates) and not plan.initialises and place_traits(self.place.kind).in_place
         settings = startup_settings(self.settings, program, self.place) if plan.initialises else self.settings
-        if at.kind == "cuda" and not settings.tf32 and needs_tensor_cores(lowered):
-            settings = replace(settings, tf32=True)
+        settings = with_tensor_cores(settings, at, lowered)
         if settings.cuda_graph:
             check_capturable(lowered, program.name)
         startup = program.startup.name if program.startup is not None else ""

@@ -8,13 +8,23 @@ but products of fp32 in the same session would be computed in TF32, so a session
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from amp_transpiler.ir.control import every_node
 from amp_transpiler.ir.opdef import flops_of
 from amp_transpiler.ir.types import FLOATS, HALF
 from amp_transpiler.passes.lowering.lowered import Lowered
+from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.passes.lowering.tensor_types import inferred, types_within
+from amp_transpiler.runtime.session import Settings
 
 _CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
+
+
+def with_tensor_cores(settings: Settings, place: Place, lowered: Lowered) -> Settings:
+    """The settings of a session that may use them for all that it computes."""
+    allows = place.kind == "cuda" and not settings.tf32 and needs_tensor_cores(lowered)
+    return replace(settings, tf32=True) if allows else settings
 
 
 def needs_tensor_cores(lowered: Lowered) -> bool:
