@@ -96,6 +96,7 @@ def _by_elements(e: Emitter, total: Value, at: Value, rows: Value) -> Value:
         below = e.op("Less", at, e.const(np.int64(0)), shape=at.shape)
         at = e.Where(below, e.Add(at, e.const(sizes)), at, shape=at.shape)
         at = e.op("ReduceSum", e.Mul(at, e.const(strides)), e.ints(1), keepdims=1, shape=(number, 1))
+    at = e.cast(at, "int32") if e.at.fused and places < 2**31 else at  # half the bytes, for each element
     every = e.Expand(at, e.ints(number, width), shape=(number, width))
     total, rows = e.reshape(total, (places, width)), e.reshape(rows, (number, width))
     return e.ScatterElements(total, every, rows, axis=0, reduction="add", shape=(places, width))
