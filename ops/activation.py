@@ -167,7 +167,7 @@ def _gelu_slope(e: Emitter, x: Value) -> Value:
 
 
 def _gelu_gradient(e: Emitter, x: Value, dy: Value) -> Value:
-    """dy times that slope, in the fewest passes: 2 dX = dy (1 + erf(x / √2) + √(2/π) x exp(-x² / 2))."""
+    """dy times that slope, in kernels that a GPU runs fast: 2 dX = dy (1 + erf(x / √2) + √(2/π) x exp(-x² / 2))."""
     bell = e.Pow(e.like(math.exp(-0.5), x), e.Mul(x, x))
     bent = added_multiple(e, e.Erf(e.Mul(x, e.like(math.sqrt(0.5), x))), e.Mul(bell, x), math.sqrt(2 / math.pi))
     return times(e, e.Mul(dy, e.Add(bent, e.like(1, x))), 0.5)
@@ -188,7 +188,7 @@ def _gelu_tanh_slope(e: Emitter, x: Value) -> Value:
 
 
 def _gelu_tanh_gradient(e: Emitter, x: Value, dy: Value) -> Value:
-    """dy times that slope, in the fewest passes: y = x s with s = σ(2u), and dX = dy s (1 + (1 - s) 2 x u')."""
+    """dy times that slope, likewise: y = x s with s = σ(2u), and dX = dy s (1 + (1 - s) 2 x u')."""
     cube = e.Mul(x, e.Mul(x, x))
     double = e.Mul(x, e.like(2 * _TANH, x))
     share, slope = (added_multiple(e, double, cube, n * _TANH * _CUBIC) for n in (2, 6))

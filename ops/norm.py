@@ -120,16 +120,17 @@ def _by_rows(
     """Training mode on a GPU place: LayerNormalization over a row for each channel, or over parts of it, gives the
     statistics in fp32, and what scale and bias are applied to."""
     normal, batch_mean, r, spread = standardised_in_parts(e, x, epsilon)
+    channels = size_of(scale)[0]
     if spread is None:
         e.shared[LAYERS] = (*e.shared.get(LAYERS, ()), scale, r)
         slope, shift = scale, bias
     else:
-        whole, column = e.Mul(scale, r), (size_of(scale)[0], 1)
+        whole, column = e.Mul(scale, r), (channels, 1)
         remember_slope(e, scale, r, whole)
         off, slope = halves(e, e.Mul(spread, e.reshape(whole, column), shape=spread.shape))
         shift = e.Add(off, e.reshape(bias, column), shape=off.shape)
     rows = over_rows(e, normal, slope, shift)
-    y = by_image(e, e.reshape(rows, (size_of(scale)[0], prod(size_of(rows)) // size_of(scale)[0])), size_of(x))
+    y = by_image(e, e.reshape(rows, (channels, prod(size_of(rows)) // channels)), size_of(x))
 
     # 1 / r^2 is the variance plus epsilon. In vectors, so that layers whose statistics are one state are one vector.
     share, excess = (e.const(np.full(size_of(r), (1 - momentum) * n), r.dtype) for n in (1.0, epsilon))

@@ -27,7 +27,8 @@ from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.lists import place_traits
 from amp_transpiler.ops import kernel_gradient, norm_parts
-from amp_transpiler.ops.gpu_kernels import along_rows, product
+from amp_transpiler.ops.gpu_kernels import along_rows, product, sums_of_rows
+from amp_transpiler.ops.row_sums import added_rows
 from amp_transpiler.ops.window import Window
 from amp_transpiler.runtime.missing import cuda_missing
 from tests.helpers.rules import tensor_info
@@ -117,9 +118,6 @@ def row_sums(tiny: bool) -> Iterator[Case]:
     """Sums over short rows, and the gradient of a softmax, which has one."""
     rows, width = (16, 8) if tiny else (49152, 128)
 
-    def ones(e: Emitter, x: Value) -> Value:
-        return e.MatMul(x, e.const(np.ones((width, 1)), x.dtype), shape=(rows, 1))
-
     def reduced(e: Emitter, x: Value) -> Value:
         return e.ReduceSum(x, e.ints(1), keepdims=1, shape=(rows, 1))
 
@@ -134,7 +132,7 @@ def row_sums(tiny: bool) -> Iterator[Case]:
         "Mul of two": lambda e, x, y, s: e.Mul(x, y, shape=x.shape),
         "Add of two": lambda e, x, y, s: e.Add(x, y, shape=x.shape),
         "ReduceSum": lambda e, x, y, s: reduced(e, x),
-        "MatMul with ones": lambda e, x, y, s: ones(e, x),
+        "product with ones": lambda e, x, y, s: sums_of_rows(e, x),
     }
     yield Case(f"rows {rows} x {width}", [(rows, width), (rows, width), (rows, 1)], forms)
 
@@ -169,14 +167,10 @@ def embedding(tiny: bool) -> Iterator[Case]:
     def flat(e: Emitter, at: Value, dy: Value) -> Value:
         return e.op("ScatterND", e.zeros(zero, dy.dtype), e.reshape(at, (tokens, 1)), dy, reduction="add", shape=zero)
 
-    def by_elements(e: Emitter, at: Value, dy: Value) -> Value:
-        places = e.Expand(e.reshape(at, (tokens, 1)), e.ints(tokens, width), shape=(tokens, width))
-        return e.op("ScatterElements", e.zeros(zero, dy.dtype), places, dy, axis=0, reduction="add", shape=zero)
+    def added(e: Emitter, at: Value, dy: Value) -> Value:
+        return added_rows(e, e.zeros(zero, dy.dtype), e.reshape(at, (tokens, 1)), dy)
 
-    def places_alone(e: Emitter, at: Value, dy: Value) -> Value:
-        return e.Expand(e.reshape(at, (tokens, 1)), e.ints(tokens, width), shape=(tokens, width))
-
-    forms: dict[str, Form] = {"ScatterND": flat, "ScatterElements": by_elements, "its Expand": places_alone}
+    forms: dict[str, Form] = {"ScatterND": flat, "as rows are added": added}
     yield Case("gradient of a table", [(tokens,), (tokens, width)], forms, ("int64", "float32"))
 
 
@@ -211,7 +205,7 @@ def channels(tiny: bool) -> Iterator[Case]:
 
 
 def slow_convolutions(tiny: bool) -> Iterator[Case]:
-    """A stem's convolution, of few channels; what strides leave between, backwards; gradients of small maps."""
+    """A stem's convolution, of few channels; convolutions that step over positions, backwards."""
     batch, few = (2, 8) if tiny else (64, 0)
     size = few or 224
     x, w = (batch, 3, size, size), (8 if tiny else 64, 3, 7, 7)

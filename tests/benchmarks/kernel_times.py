@@ -27,6 +27,7 @@ import numpy as np
 import onnxruntime as ort
 
 import amp_transpiler as amp
+from amp_transpiler.files import check_outputs
 from amp_transpiler.ir.kernel_cost import launches
 from amp_transpiler.ir.types import BYTES
 from amp_transpiler.runtime.missing import cuda_missing
@@ -190,6 +191,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=20, help="steps that are timed alone (default: %(default)s)")
     parser.add_argument("--tiny", action="store_true", help="sizes that take no time")
     asked = parser.parse_args(arguments)
+    try:
+        check_outputs({"--out": asked.out}, {})
+    except amp.AmpError as error:
+        parser.error(str(error))
     if why := cuda_missing(0):
         parser.exit(2, f"not run: {why}\n")
     with tempfile.TemporaryDirectory() as folder:

@@ -229,6 +229,12 @@ def test_instructions_bind_some_kernels(device: str) -> None:
     assert forecasts[1].bound == {"H200": "arithmetic", "T4": "memory"}[device]
 
 
+def test_a_table_that_is_looked_up_binds_nothing() -> None:
+    """What counts is the result, not the tensor of which it is a part."""
+    found = estimate("y = Gather(t, i)", "float16[1000000, 64] t, int64[4] i", "float16[4, 64] y").forecast("H200")
+    assert found.launched == 1 and found.bound == "launch"
+
+
 def chain(dtype: str, type_: str = "MatMul", cast: bool = False) -> CostEstimate:
     """Two operators and a Neg, with casts to float32 and back between them."""
     there = {"float": 1, "float16": 10, "bfloat16": 16}[dtype]

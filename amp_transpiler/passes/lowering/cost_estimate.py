@@ -14,7 +14,7 @@ from amp_transpiler.ir.reasons import Kind
 from amp_transpiler.ir.types import HALF, SHORT
 from amp_transpiler.lists.devices import Device, devices, find_device
 from amp_transpiler.passes.lowering.forecast import Forecast, Work, roofline
-from amp_transpiler.passes.lowering.kernels import CASTS, Kernel, kernels_of
+from amp_transpiler.passes.lowering.kernels import CASTS, Kernel, kernels_of, work_of
 from amp_transpiler.passes.lowering.liveness import Liveness, plan
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.memory_estimate import MemoryEstimate, estimate_memory, lower_sized
@@ -187,11 +187,9 @@ def cost_estimate(
     kernels, live = counted.kernels, counted.live
     sizes: Counter[str] = Counter()
     groups: dict[str, list[Kernel]] = {}
-    work: Counter[tuple[int, int, str, bool, float]] = Counter()
     for kernel in kernels:
         sizes.update({kind: size * kernel.times for kind, size in kernel.bytes.items()})
         groups.setdefault(kernel.operator.type if kernel.operator else kernel.type, []).append(kernel)
-        work[kernel.kind] += kernel.times
     rows = sorted((_row(name, group) for name, group in groups.items()), key=lambda row: (-row.bytes, row.operator))
     casts = [kernel for kernel in kernels if kernel.type in CASTS]
     return CostEstimate(
@@ -209,7 +207,7 @@ def cost_estimate(
         peak=counted.memory.peak,
         operators=tuple(rows),
         unknown=tuple(dict.fromkeys(counted.unknown)),
-        work=tuple(Work(times, *key) for key, times in work.items()),
+        work=tuple(Work(times, *alike) for alike, times in work_of(kernels).items()),
     )
 
 

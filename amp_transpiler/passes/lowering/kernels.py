@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections import ChainMap, Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +14,7 @@ from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.control import nested_graphs
 from amp_transpiler.ir.kernel_cost import launches, moved_bytes, tensor_bytes
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import flops_of
+from amp_transpiler.ir.opdef import flops_of, traits_of
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.lists.devices import busy_seconds
 from amp_transpiler.passes.lowering.lowered import Lowered
@@ -22,6 +22,9 @@ from amp_transpiler.passes.lowering.tensor_types import Type, types_in
 
 Types = Mapping[str, Type]
 CASTS = frozenset({"Cast", "CastLike"})
+
+#: What kernels that are alike for a forecast have in common: the fields of its Work but their number.
+Alike = tuple[int, int, str, bool, float]
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,13 @@ class Kernel:
     busy: float = 0.0
     node: int = -1
 
-    @property
-    def kind(self) -> tuple[int, int, str, bool, float]:
-        """What kernels that are alike for a forecast have in common."""
-        return self.moved, self.flops, self.dtype, self.type in CASTS, self.busy
+
+def work_of(kernels: Iterable[Kernel]) -> Counter[Alike]:
+    """How many kernels of each kind there are, each as often as it runs."""
+    work = Counter[Alike]()
+    for kernel in kernels:
+        work[kernel.moved, kernel.flops, kernel.dtype, kernel.type in CASTS, kernel.busy] += kernel.times
+    return work
 
 
 def kernels_of(lowered: Lowered, graph: onnx.GraphProto, types: Types) -> tuple[list[Kernel], list[str]]:
@@ -100,6 +106,8 @@ class _Walk:
         for each in used:
             sizes[each[0]] = sizes.get(each[0], 0) + tensor_bytes(each)
         read, written = ([tensor_bytes(each) if each else 0 for each in side] for side in (operands, results))
+        part = traits_of(node.op_type, node.domain).part  # then what it reads a part of says nothing
+        counted = [each for each in (results if part else used) if each is not None]
         rule = flops_of(node.op_type, node.domain)
         shapes = [[each[1] if each else None for each in side] for side in (operands, results)]
         attributes = {a.name: _attribute(a) for a in node.attribute} if rule is not None else {}
@@ -112,7 +120,7 @@ class _Walk:
                 moved_bytes(node.op_type, node.domain, read, written),
                 rule(attributes, *shapes) if rule is not None else 0,
                 next((each[0] for each in used if each[0] in FLOATS), ""),
-                busy_seconds(node.op_type, max((math.prod(each[1]) for each in used), default=0)),
+                busy_seconds(node.op_type, max((math.prod(each[1]) for each in counted), default=0)),
             )
         ]
 

@@ -16,11 +16,11 @@ from amp_transpiler.option_checks import choice, is_whole, number, whole
 from amp_transpiler.passes.lowering.cost_estimate import amount, count_kernels
 from amp_transpiler.passes.lowering.exchange_cost import ENGINES, ExchangeCost, Network
 from amp_transpiler.passes.lowering.forecast import Work, roofline
-from amp_transpiler.passes.lowering.kernels import Kernel
+from amp_transpiler.passes.lowering.kernels import Alike, Kernel, work_of
 from amp_transpiler.passes.lowering.own_rows import fullest
 from amp_transpiler.passes.lowering.place import CPUPlace, CUDAPlace, Place
 from amp_transpiler.passes.lowering.rank_plan import PlanRow, RankPlan
-from amp_transpiler.passes.lowering.rank_units import DEALT, GATHERED, REDUCED, Kind, Sent, size_of, units_of, work_of
+from amp_transpiler.passes.lowering.rank_units import DEALT, GATHERED, REDUCED, Sent, size_of, units_of
 from amp_transpiler.passes.view.training_step import ParameterUpdate, training_step
 
 #: From this share of a step on what is not hidden of the exchanges limits it.
@@ -162,7 +162,7 @@ class Planner:
         for unit, read in enumerate(self.units.reads):
             if unit not in self.units.sent:
                 self.waits[self.plan.part[unit]].update(self.plan.send[each] for each in read if each in self.plan.send)
-        parts = [Counter[Kind]() for _ in range(self.plan.parts)]
+        parts = [Counter[Alike]() for _ in range(self.plan.parts)]
         for unit, work in enumerate(self.units.work):
             parts[min(self.plan.part[unit], self.plan.parts - 1)].update(work)
         forecast = [self._seconds(work) for work in parts]
@@ -184,9 +184,9 @@ class Planner:
         operators = {update.operator.key for update in self.step.updates}
         return [each for each in self.counted.kernels if each.operator is not None and each.operator.key in operators]
 
-    def _seconds(self, work: Mapping[Kind, int]) -> float:
+    def _seconds(self, work: Mapping[Alike, int]) -> float:
         """The forecast for kernels."""
-        listed = [Work(times, *kind) for kind, times in work.items()]
+        listed = [Work(times, *alike) for alike, times in work.items()]
         return roofline(
             listed, self.assumed.device or _CORE, captured=self.assumed.captured, tf32=False, peak=0
         ).seconds

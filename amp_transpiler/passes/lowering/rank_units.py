@@ -19,14 +19,12 @@ from amp_transpiler.ir.opdef import exchange_of
 from amp_transpiler.ir.types import BYTES, FLOATS
 from amp_transpiler.ops.training.all_reduce import ALL_GATHER, ALL_REDUCE
 from amp_transpiler.passes.lowering.cost_estimate import Counted
-from amp_transpiler.passes.lowering.kernels import Kernel
+from amp_transpiler.passes.lowering.kernels import Alike, work_of
 from amp_transpiler.passes.lowering.lowered import used_tensors
 from amp_transpiler.passes.lowering.rounds import Rounds, rounds
 from amp_transpiler.passes.lowering.tensor_types import Type, inferred, types_in
 from amp_transpiler.passes.view.training_step import TrainingStep, replaced
 
-#: How kernels that are alike are counted: what each moves and computes, in which type, and whether it is a cast.
-Kind = tuple[int, int, str, bool, float]
 REDUCED, GATHERED, DEALT = "reduced", "gathered", "dealt"
 
 
@@ -48,7 +46,7 @@ class Units:
     number. ``sent``: what the units that are exchanges bring, ``uneven`` ones perhaps other bytes on each rank."""
 
     reads: list[list[int]] = field(default_factory=list)
-    work: list[Counter[Kind]] = field(default_factory=list)
+    work: list[Counter[Alike]] = field(default_factory=list)
     sent: dict[int, list[Sent]] = field(default_factory=dict)
     uneven: set[int] = field(default_factory=set)
 
@@ -170,14 +168,6 @@ class _Imagined:
 
 def _inside(op: Operator) -> Iterable[Operator]:
     return (each for inner in op.attrs.programs for each in inner.walk())
-
-
-def work_of(kernels: Iterable[Kernel]) -> Counter[Kind]:
-    """Kernels by kind."""
-    work = Counter[Kind]()
-    for kernel in kernels:
-        work[kernel.kind] += kernel.times
-    return work
 
 
 def _raw(gradient: Variable, scaled: Mapping[Variable | None, Variable | None]) -> Variable:
