@@ -159,13 +159,13 @@ class _Graph:
             assert flat is not None
             if not flat.is_in(values):
                 for part, view in zip(state.parts, flat.views, strict=True):
-                    value = self.states.admit(scope, part)
+                    value = self.states.fitting(scope, part)
                     if value is not view:
-                        view.update_inplace(value)
+                        device_tensors.write(view, value)
                 new |= flat.held()
         for state in self.states.all:
             if values.get(state.name) is not state.bound:
-                state.bound.update_inplace(self.states.admit(scope, state))
+                device_tensors.write(state.bound, self.states.fitting(scope, state))
                 new[state.name] = state.bound
         if new:
             scope.hold(new)

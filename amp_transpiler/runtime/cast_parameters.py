@@ -27,9 +27,10 @@ def cast_parameters_to_fp16(
 
     ``to_fp16_var_names`` are those to round, as ``cast_model_to_fp16`` returned them: names that ``program`` does not
     have are left out, those that it declares in fp32 stay; None takes every persistable variable of 16 bit. Values
-    are rounded to the nearest, ties to even, and put on ``place``; those of the right type already stay as they are.
-    All are checked before any is written: PlaceError where the place cannot be used; PrecisionError names a parameter
-    with a finite value beyond the format, and its largest value; ScopeError a variable without a value.
+    are rounded to the nearest, ties to even; those of the right type already stay as they are. What was rounded lies
+    on the host, until a program on ``place`` is run. All are checked before any is written: PlaceError where the place
+    cannot be used; PrecisionError names a parameter with a finite value beyond the format, and its largest value;
+    ScopeError a variable without a value.
     """
     place = check_place(place, "cast_parameters_to_fp16")
     require(place)
@@ -39,7 +40,7 @@ def cast_parameters_to_fp16(
     chosen = _chosen(program, to_fp16_var_names)
     with scope.writing():
         arrays = {v.name: array for v in chosen if (array := _rounded(v, scope)) is not None}
-        scope.hold({name: device_tensors.from_array(arrays.pop(name), place) for name in list(arrays)})
+        scope.hold({name: device_tensors.from_array(arrays.pop(name)) for name in list(arrays)})
     trim()  # the fp32 values
 
 

@@ -14,7 +14,6 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import OWN, Variable
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.ops.training.initializers import DRAWN
-from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.collective.current import current, own_size
 from amp_transpiler.runtime.collective.engine import Engine
@@ -83,14 +82,14 @@ def clear_spare(program: Graph, values: Mapping[str, Any]) -> None:
             device_tensors.write(spare, np.zeros(spare.shape(), numpy_dtype(device_tensors.dtype_of(value))))
 
 
-def deal_out(program: Graph, values: Mapping[str, Any], place: Place) -> dict[str, Any]:
+def deal_out(program: Graph, values: Mapping[str, Any]) -> dict[str, Any]:
     """What this rank keeps of the values that a startup program has made, OrtValues by name."""
     found = {}
     for variable in dealt_variables(program):
         value = values.get(variable.name)
         if value is not None and variable.producer is not None:
             rows = own_rows(variable, device_tensors.to_array(value))
-            found[variable.name] = device_tensors.from_array(rows, place)
+            found[variable.name] = device_tensors.from_array(rows)
     return found
 
 

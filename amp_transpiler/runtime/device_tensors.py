@@ -162,7 +162,7 @@ def shared_array(value: Any) -> np.ndarray:
 def to_array(value: Any) -> np.ndarray:
     """A copy of a value, from any device, as a numpy array (ml_dtypes for bfloat16)."""
     dtype = dtype_of(value)
-    value = copy_to(value, _CPU) if value.device_name() != "cpu" else value
+    value = on_host(value)
     if not _foreign(numpy_dtype(dtype)) and dtype not in _PACKED:
         return np.array(value.numpy())
     size = value.tensor_size_in_bytes()
@@ -174,7 +174,12 @@ def to_array(value: Any) -> np.ndarray:
     return np.frombuffer(bytearray(data), numpy_dtype(dtype)).reshape(value.shape())
 
 
-def copy_to(value: Any, place: Place) -> Any:
+def on_host(value: Any) -> Any:
+    """The value if it lies in the host's memory, else a copy of it there."""
+    return value if value.device_name() == "cpu" else copy_to(value)
+
+
+def copy_to(value: Any, place: Place = _CPU) -> Any:
     """A copy of a value on ``place``."""
     target = empty(value.shape(), dtype_of(value), place)
     copy(value, target)

@@ -378,10 +378,10 @@ class Executor:
         with scope.writing(), Uninterrupted():
             staged = Scope()
             staged.hold(scope.ort_values)
-            staged.hold(parts.known(self.place))
+            staged.hold(parts.known())
             results = self._run(parts.rest or program, plan, step, feeds, staged, return_numpy)
-            values = parts.copied(staged.ort_values, self.place)
-            settle(program, values, scope, self.place, parts.held)
+            values = parts.made(staged.ort_values, scope.ort_values)
+            settle(program, values, scope, parts.held)
         if step is not None and self.place.kind == "cpu":
             release_behind(values.values())
         return results

@@ -64,10 +64,11 @@ def _lies(value: Any, whole: Any, segment: Segment) -> bool:
 
 
 def flat_from(port: Port, values: Sequence[Any], place: Place) -> FlatValue:
-    """A new one with the content of these values; of one value that is all of it, that value in another shape."""
+    """A new one with the content of these values, wherever they lie; of one value that is all of it, that value."""
     if len(values) == 1:
-        return FlatValue(port, device_tensors.view(values[0], 0, static(port.shape) or ()), values)
+        value = values[0] if device_tensors.on(values[0], place) else device_tensors.copy_to(values[0], place)
+        return FlatValue(port, device_tensors.view(value, 0, static(port.shape) or ()), [value])
     flat = empty_flat(port, place)
     for view, value in zip(flat.views, values, strict=True):
-        view.update_inplace(value)
+        device_tensors.write(view, value)
     return flat

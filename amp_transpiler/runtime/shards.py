@@ -16,7 +16,6 @@ import numpy as np
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import element_type, numpy_dtype
 from amp_transpiler.passes.lowering.own_rows import own_updates
-from amp_transpiler.passes.lowering.place import CPUPlace, Place
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.collective.current import holds, several
@@ -43,14 +42,14 @@ def elsewhere(program: Program) -> dict[str, int]:
     return {name: owner for name, owner in owners.items() if owner != engine.rank}
 
 
-def settle(program: Program, values: Mapping[str, Any], scope: Scope, place: Place, held: bool) -> None:
+def settle(program: Program, values: Mapping[str, Any], scope: Scope, held: bool) -> None:
     """Let a scope hold what a startup program has made, as far as it lies on this rank.
 
     ``held``: of what is dealt out, it has made what this rank keeps.
     """
     if held:
         clear_spare(program, values)
-    scope.hold({**values, **({} if held else deal_out(program, values, place))})
+    scope.hold({**values, **({} if held else deal_out(program, values))})
     scope.leave(elsewhere(program))
     scope.deal(whole_rows(program), values)
 
@@ -174,8 +173,7 @@ class Pieces:
                 continue
             parts, value = [np.empty(0, np.uint8)] * engine.size, None
             if owner % engine.size == engine.rank:
-                value = self._scope.ort_value(variable.name)
-                value = value if value.device_name() == "cpu" else device_tensors.copy_to(value, CPUPlace())
+                value = device_tensors.on_host(self._scope.ort_value(variable.name))
                 parts[0] = device_tensors.shared_array(value).view(np.uint8)
             come = engine.all_to_all(parts)[owner % engine.size]
             yield variable.name, None if engine.rank else come

@@ -39,15 +39,19 @@ class StartupParts:
     copies: list[tuple[str, str]]
     held: bool
 
-    def known(self, place: Place) -> dict[str, Any]:
+    def known(self) -> dict[str, Any]:
         """The values of what is set to what is known."""
-        return {v.name: device_tensors.from_array(_content(v, self.held), place) for v in self.arrays}
+        return {v.name: device_tensors.from_array(_content(v, self.held)) for v in self.arrays}
 
-    def copied(self, values: Mapping[str, Any], place: Place) -> dict[str, Any]:
-        """Those of the copies, beside the values of everything else."""
-        found = dict(values)
+    def made(self, values: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+        """What the program makes, from the values that there are when ``rest`` has run, and those of before.
+
+        It is on the host, for a step puts most of it on the device in buffers of many variables. If it lay there by
+        itself already, there would be twice as much at once, and what is freed then is in pieces.
+        """
+        found = {n: device_tensors.on_host(v) for n, v in values.items() if v is not before.get(n)}
         for target, source in self.copies:
-            found[target] = device_tensors.copy_to(found[source], place)
+            found[target] = device_tensors.copy_to(found[source])
         return found
 
 

@@ -64,7 +64,7 @@ class States:
     def gather(self, scope: Scope, state: State) -> FlatValue:
         """The value of a flat state, of which the scope holds the views; ScopeError where a variable does not fit."""
         if state.flat is None or not state.flat.is_in(scope.ort_values):
-            values = [self.admit(scope, part) for part in state.parts]
+            values = [self.fitting(scope, part) for part in state.parts]
             state.flat = flat_of(state.port, values, self.place)
             if state.flat is None:
                 state.flat = flat_from(state.port, values, self.place)
@@ -73,6 +73,11 @@ class States:
 
     def admit(self, scope: Scope, state: State) -> Any:
         """The state's value on this place, found to fit; ScopeError where it is missing or does not."""
+        self.fitting(scope, state)
+        return scope.ort_value_on(self.place, state.name)
+
+    def fitting(self, scope: Scope, state: State) -> Any:
+        """The state's value wherever it lies, found to fit; ScopeError where it is missing or does not."""
         value = scope.ort_values.get(state.name)
         if value is None:
             raise ScopeError(self._missing(scope, state))
@@ -85,7 +90,7 @@ class States:
                 f"variable '{state.name}' has shape {list(value.shape())} in the scope; program '{self.program}' "
                 f"declares {list(shape)}. Programs that share a scope must give different variables different names"
             )
-        return scope.ort_value_on(self.place, state.name)
+        return value
 
     def _missing(self, scope: Scope, state: State) -> str:
         names = {s.name for each in (*self.all, *self.flat) for s in each.parts or (each,)}

@@ -210,6 +210,26 @@ def test_a_value_that_is_set_is_what_the_next_step_starts_from_and_old_ones_stay
         exe.run(main, feed=FEEDS, scope=scope)
 
 
+@pytest.mark.gpu
+def test_parameters_come_on_cuda_with_the_first_step_into_their_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    main, startup, _, opt = built(amp.optimizer.Adam(0.01, multi_precision=True), "pure", init_loss_scaling=128.0)
+    scope, exe, place = Scope(), amp.Executor(amp.CUDAPlace(0)), amp.CUDAPlace(0)
+    exe.run(startup, scope=scope)
+    opt.amp_init(place, scope)
+    before = values(scope)
+    assert {scope.ort_value(name).device_name() for name in before} == {"cpu"}
+    taken: list[tuple[int, ...]] = []
+    allocate = device_tensors.allocate
+    monkeypatch.setattr(
+        device_tensors, "allocate", lambda shape, *rest: taken.append(tuple(shape)) or allocate(shape, *rest)
+    )
+    exe.run(main, feed=FEEDS, scope=scope)
+    flat = {s.variable: s.shape for p in main.lower(place).states if len(p.segments) > 1 for s in p.segments}
+    assert flat and not {shape for shape in flat.values() if len(shape) > 1} & set(taken), "never there by itself"
+    assert {scope.ort_value(name).device_name() for name in flat} == {"cuda"}
+    assert any(scope.find_var(name).tobytes() != before[name].tobytes() for name in flat)
+
+
 def on_gpu(main: Any, scope: Scope, feed: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
     """New values of the states by the lowering for CUDA, walked node by node."""
     lowered = main.lower(amp.CUDAPlace(0), feed_shapes={name: a.shape for name, a in feed.items()})

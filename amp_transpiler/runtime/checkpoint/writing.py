@@ -24,7 +24,6 @@ from amp_transpiler.errors import CheckpointError, CheckpointWriteError, ModelFi
 from amp_transpiler.file_targets import check_space
 from amp_transpiler.files import Workspace, sync_folder
 from amp_transpiler.ir.types import BYTES
-from amp_transpiler.passes.lowering.place import CPUPlace
 from amp_transpiler.runtime import device_tensors
 
 META, TENSORS = "meta.json", "state.safetensors"
@@ -157,8 +156,7 @@ def _spec(value: Any, held: list[Any], blank: np.ndarray) -> Any:
     if dtype not in SAFETENSORS_TYPES.values():
         array = device_tensors.to_array(value).view("uint8")
         value, dtype = device_tensors.from_array(array), "uint8"
-    elif value.device_name() != "cpu":
-        value = device_tensors.copy_to(value, CPUPlace())
+    value = device_tensors.on_host(value)
     held.append(value)
     return TensorSpec(
         dtype=dtype, shape=list(value.shape()), data_ptr=value.data_ptr(), data_len=value.tensor_size_in_bytes()
