@@ -92,12 +92,13 @@ def fold(program: Graph, names: frozenset[str] = frozenset(), keep: frozenset[Op
 
 
 def fold_values(program: Graph, keep: frozenset[Operator] = frozenset()) -> None:
-    """Let what is computed of constants and of declared sizes be constants, in place, in nested graphs too. What is
-    computed of weights stays, and so do the operators ``keep`` and all else that :func:`fold` takes out."""
+    """Let what is computed of constants and of declared sizes be constants, in place, in nested graphs too, and read
+    sequences of known pieces be tensors. What is computed of weights stays, and so do the operators ``keep`` and all
+    else that :func:`fold` takes out."""
     before, unread = _count(program), {v.name for each in programs(program) for v in each.variables if not v.readers}
     with within(Budget(_SECONDS)):
         _fold_graph(program, frozenset(), keep)
-    if _count(program) != before:
+    if expand_sequences(program) or _count(program) != before:
         remove_dead(program, frozenset(unread), keep)
         annotate(program)
 

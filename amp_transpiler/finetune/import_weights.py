@@ -139,15 +139,18 @@ def leave_input_scaling(program: Program) -> list[str]:
 
     They are few, and act elementwise on what comes from the inputs before any weight does.
     """
-    weighted = {v for v in program.variables if v.persistable}
+    weighted, fed = {v for v in program.variables if v.persistable}, set(program.inputs)
     left: list[Variable] = []
     for op in program.operators:
         read = [v for v in (*op.inputs, *op.captures) if v is not None]
         weights = [v for v in read if v in weighted]
-        if len(weights) == 1 < len(read) and _scales_image(op, weights[0]):
+        made = [v for v in op.outputs if v is not None]
+        if len(weights) == 1 and any(v in fed for v in read if v not in weights) and _scales_image(op, weights[0]):
             left += weights
         elif weights:
-            weighted.update(v for v in op.outputs if v is not None)
+            weighted.update(made)
+        if any(v in fed for v in read):
+            fed.update(made)
     for variable in dict.fromkeys(left):
         if all(op.type in ("Add", "Sub", "Mul", "Div") for op, _ in variable.readers):
             variable.persistable = variable.trainable = False

@@ -44,6 +44,7 @@ from amp_transpiler.passes.canonicalize.inlining import inline_functions
 from amp_transpiler.passes.canonicalize.integer_places import write_integer_places
 from amp_transpiler.passes.canonicalize.nan_rows import free_nan_rows
 from amp_transpiler.passes.canonicalize.opset import convert_opset
+from amp_transpiler.passes.canonicalize.own_statistics import normalise_rows
 from amp_transpiler.passes.canonicalize.simplify import remove_identities
 from amp_transpiler.passes.canonicalize.whole_splits import split_wholes
 from amp_transpiler.passes.numerics.mask_constants import saturate_masks
@@ -90,14 +91,15 @@ def prepare_training(
     parameter for all; a matrix and its (transposed) copy are tied again, but for layers of one kind, which are equal
     until they are trained; anonymous parameters get the name of their module, and linear layers their layout
     [out, in] (``restore``); layer norms that were written out (before opset 17), RMS norms, GELUs, SiLUs, hard
-    swishes and rotary positions are one operator again, and slices that make up a tensor one Split.
+    swishes and rotary positions are one operator again, and slices that make up a tensor one Split. Weights that are
+    standardised by a batch norm of their own statistics are so by a layer norm.
     RMS norms, SiLUs and rotary positions are those which onnxruntime has at every opset (SimplifiedLayerNormalization,
     QuickGelu, RotaryEmbedding); what is saved for inference has them written out. What exports of attention put in the
     place of NaN goes where no mask can make one: NaN of the scores would be hidden from the loss scaling.
     BatchNormalization and Dropout train, an If on a constant is inlined, loops of known length are unrolled, what is
-    computed of constants and of declared sizes is a constant, what changes nothing (Identity, x + 0, x * 1) goes, its
-    result being what it reads, and calls of the model's functions are inlined:
-    variables of such a model are to be asked for by name again.
+    computed of constants and of declared sizes is a constant, sequences of known pieces are tensors, what changes
+    nothing (Identity, x + 0, x * 1) goes, its result being what it reads, and calls of the model's functions are
+    inlined: variables of such a model are to be asked for by name again.
 
     Args:
         program: of ``Program.from_onnx``, without a backward pass.
@@ -151,6 +153,7 @@ def prepare_training(
         fold_values(program)
         notes += _drop_identities(program)
         notes += fuse_layer_norms(program)
+        notes += normalise_rows(program)
         notes += fuse_gelus(program)
         notes += fuse_swishes(program)
         notes += fuse_hard_swishes(program)

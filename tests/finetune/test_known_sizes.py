@@ -51,3 +51,42 @@ def test_sizes_that_the_exporter_left_to_compute_are_known(mode: str) -> None:
     feed = {"x": np.ones((2, 2, 10, 5), np.float32), "label": np.ones((2, 3), np.float32)}
     losses = [float(exe.run(program, feed, [loss, "wide"], scope)[0]) for _ in range(5)]
     assert exe.run(program, feed, ["padded"], scope)[0].shape == (2, 2, 18, 10) and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed", "pure"])
+def test_sequences_of_known_pieces_are_tensors(mode: str) -> None:
+    """torch's split and chunk, exported without folding, make a sequence, of which the pieces are taken one by one."""
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+        net (float[n,4] x) => (float[n,4] y) <float[4,4] w = {1, 2, 0, 1, 0, 1, 3, 1, 2, 0, 1, 1, 1, 0, 2, 0}>
+        {
+          h = MatMul (x, w)  two = Constant <value_int = 2> ()  pieces = SplitToSequence <axis = 1> (h, two)
+          first = Constant <value_int = 0> ()  last = Constant <value_int = -1> ()
+          a = SequenceAt (pieces, first)  b = SequenceAt (pieces, last)
+          gate = Sigmoid (b)  gated = Mul (a, gate)
+          both = SequenceConstruct (gated, b)  y = ConcatFromSequence <axis = -1> (both)
+        }"""
+    program = amp.Program.from_onnx(onnx.parser.parse_model(text))
+    amp.prepare_training(program)
+    kinds = [op.type for op in program.operators if op.type != "Constant"]
+    assert kinds == ["MatMul", "Split", "Sigmoid", "Mul", "Concat"]
+    assert all(v.readers or v in program.outputs for v in program.variables)
+    with amp.program_guard(program, program.startup), amp.unique_name.guard():
+        loss = F.mean(F.cast(F.square(program.outputs[0] - 1.0), "float32"))
+        optimizer: Any = amp.optimizer.SGD(0.01, multi_precision=mode == "pure")
+        if mode != "fp32":
+            optimizer = amp.decorate(
+                optimizer, use_pure_fp16=mode == "pure", use_fp16_guard=False, init_loss_scaling=128.0
+            )
+        optimizer.minimize(loss)
+    scope, exe = amp.Scope(), amp.Executor(threads=1)
+    exe.run(program.startup, scope=scope)
+    if mode == "pure":
+        optimizer.amp_init(amp.CPUPlace(), scope=scope)
+    feed = {"x": np.array([[0.5, -1, 2, 1], [1, 0, -0.5, 2]], np.float32)}
+    w = scope.find_var("w").astype(np.float64)
+    a, b = np.split(feed["x"] @ w, 2, axis=1)
+    expected = np.concatenate([a / (1 + np.exp(-b)), b], axis=1)
+    (found,) = exe.run(program, feed, ["y"], scope)
+    np.testing.assert_allclose(found, expected, rtol=1e-5 if mode == "fp32" else 1e-2, atol=1e-6)
+    losses = [float(exe.run(program, feed, [loss], scope)[0]) for _ in range(20)]
+    assert losses[-1] < 0.6 * losses[0]
