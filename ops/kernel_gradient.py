@@ -12,7 +12,7 @@ import numpy as np
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.channel_rows import by_channel, exchanged, lies_in_rows
-from amp_transpiler.ops.common import LONG, padded, size_of
+from amp_transpiler.ops.common import LONG, padded, padded_axis, pieces, size_of
 from amp_transpiler.ops.gpu_kernels import product
 from amp_transpiler.ops.window import Window
 
@@ -26,6 +26,8 @@ _FEW_CHANNELS = 16
 _MOST_UNFOLDED = 2**24
 #: On a GPU, elements that are gathered at once (256 MiB in 16 bit).
 _MOST_GATHERED = 2**27
+#: So many elements are worth three kernels more; a GPU gathers 240 a nanosecond (measured).
+_WORTH_KERNELS = 2**22
 #: The largest kernel that cuDNN's fast kernels take (measured: 28 positions along an axis, and not 56).
 _LARGEST_KERNEL = 32
 
@@ -55,6 +57,8 @@ def weight_gradient(e: Emitter, x: Value, dy: Value, window: Window, group: int)
     On a GPU a GEMM where there is one kernel position. Else Conv moves the fewest bytes; but cuDNN has no fast kernel
     for a large kernel or a dilated one, which dY is where windows are many or have strides. Of 328 ms of a step of
     ResNet-50 on an H200 seven such took 170, the ten others 6. For them what windows read is gathered, and multiplied.
+    Of the many positions of a depthwise kernel only those along one axis are gathered, of X, and those along the other
+    of dY.
 
     On CPU (measured, one thread) a GEMM per kernel position reaches the speed of GEMM alone from 16 input channels on;
     with fewer, one GEMM over all positions is up to 4 times faster; Conv is slower than either by 2 but needs no nodes
@@ -71,7 +75,8 @@ def weight_gradient(e: Emitter, x: Value, dy: Value, window: Window, group: int)
     if group == taps == 1:
         return by_images(e, x, dy, window)
     if e.at.fused and not (group == 1 and set(window.strides) == {1} and max(window.target) <= _LARGEST_KERNEL):
-        return by_gathering(e, x, dy, window, group)
+        by_axes = group > 1 and window.rank > 1 and window.strides[-1] == 1 and _fewer_by_axes(x, dy, window, group)
+        return (by_axis if by_axes else by_gathering)(e, x, dy, window, group)
     if e.at.fused or taps > _MOST_TAPS:
         return by_convolution(e, x, dy, window, group)
     if group > 1:
@@ -127,23 +132,20 @@ def by_gathering(e: Emitter, x: Value, dy: Value, window: Window, group: int) ->
     too much memory. Of few channels, beside which places are many, lines are gathered: first along the last axis, for
     each position of the kernel there."""
     batch, channels, outputs, rank = size_of(x)[0], size_of(x)[1], size_of(dy)[1], window.rank
-    positions, last, end, pieces = batch * prod(window.target), window.kernel[-1], 1, rank
+    positions, last, end, first = batch * prod(window.target), window.kernel[-1], 1, rank
     read = e.cast(padded(e, exchanged(e, x), [0, 0, *window.begin], [0, 0, *window.end]), x.dtype)
     sizes = size_of(read)[1:]
     if channels < _FEW_CHANNELS:
-        end, pieces = window.target[-1], rank - 1
+        end, first = window.target[-1], rank - 1
         at = np.add.outer(np.arange(last) * window.dilations[-1], np.arange(end) * window.strides[-1])
         sizes = (*sizes[:-1], last)
         read = e.Gather(read, e.const(at, "int32"), axis=rank + 1, shape=(channels, *sizes, end))
     read = e.reshape(read, (channels, prod(sizes), end))
-    of_tap, of_position = _places(window, batch, sizes, pieces)
+    of_tap, of_position = _places(window, batch, sizes, first)
     left, parts = e.reshape(by_channel(e, dy), (group, outputs // group, positions)), list[Value]()
     most = max(1, _MOST_GATHERED // (channels * positions))
     for some in (of_tap[start : start + most] for start in range(0, len(of_tap), most)):
-        key = f"places {some.tolist()} of {window} in {batch}, {pieces}"
-        if key not in e.shared:
-            e.shared[key] = (_outer_sum(e, some, *of_position),)
-        (places,) = e.shared[key]
+        places = _shared_places(e, f"places {some.tolist()} of {window} in {batch}, {first}", some, *of_position)
         columns = e.Gather(read, places, axis=1, shape=(channels, *size_of(places), end))
         columns = e.reshape(columns, (group, channels // group * len(some), positions))
         parts.append(e.reshape(product(e, left, columns, trans_b=True), (outputs, channels // group, len(some))))
@@ -151,13 +153,68 @@ def by_gathering(e: Emitter, x: Value, dy: Value, window: Window, group: int) ->
     return e.reshape(whole, (outputs, channels // group, *window.kernel))
 
 
-def _places(window: Window, batch: int, sizes: Sequence[int], pieces: int) -> tuple[_Ints, list[_Ints]]:
-    """Where in [N, *sizes] windows read, along the first ``pieces`` axes, and further along the position of the kernel
+def _fewer_by_axes(x: Value, dy: Value, window: Window, group: int) -> bool:
+    """Whether :func:`by_axis` moves fewer elements than :func:`by_gathering`, by far and by many."""
+    inputs, outputs, lines = size_of(x)[1] // group, size_of(dy)[1] // group, size_of(x)[0] * prod(window.target[:-1])
+    reach = window.extent[-1] - 1
+    wide, whole = window.target[-1] + reach, (inputs * prod(window.kernel) + outputs) * window.target[-1]
+    apart = (inputs * prod(window.kernel[:-1]) + outputs * window.kernel[-1]) * wide + outputs * (wide + reach)
+    return 5 * apart < 4 * whole and (whole - apart) * lines * group > _WORTH_KERNELS
+
+
+def by_axis(e: Emitter, x: Value, dy: Value, window: Window, group: int) -> Value:
+    """Lines of X, gathered for each position of the kernel but along the last axis, times dY, moved along that axis for
+    each position there: ``sum over n, p, q of X[n, p + tap, q] * dY[n, p, q - tap']``. Of 7 x 7 positions 7 + 7 are
+    gathered instead of 49. The window has no stride along the last axis. Some groups at once, where all would take too
+    much memory."""
+    batch, lead = size_of(x)[0], _leading(window)
+    (inputs, outputs), taps, last = (size_of(v)[1] // group for v in (x, dy)), prod(lead.kernel), window.kernel[-1]
+    reach, lines, step = window.extent[-1] - 1, batch * prod(lead.target), window.dilations[-1]
+    wide = window.target[-1] + reach
+    read = e.cast(padded(e, exchanged(e, x), [0, 0, *window.begin], [0, 0, *window.end]), x.dtype)
+    moved = e.cast(padded_axis(e, exchanged(e, dy), window.rank + 1, reach, reach), dy.dtype)
+    of_tap, of_line = _places(lead, batch, size_of(read)[1:-1], lead.rank)
+    above = _shared_places(e, f"lines {lead} in {size_of(read)[1:-1]}", of_tap, *of_line)
+    back, starts = np.arange(last)[::-1] * step, np.arange(lines) * (wide + reach)
+    along = _shared_places(e, f"moves {last, step, lines, wide}", back, starts, np.arange(wide))
+
+    def of(some: int, x: Value, dy: Value) -> Value:
+        right = e.Gather(x, above, axis=1, shape=(some * inputs, taps, lines, wide))
+        left = e.Gather(dy, along, axis=1, shape=(some * outputs, last, lines * wide))
+        left = e.reshape(left, (some, outputs * last, lines * wide))
+        return product(e, left, e.reshape(right, (some, inputs * taps, lines * wide)), trans_b=True)
+
+    most = max(1, _MOST_GATHERED // ((inputs * taps + outputs * last) * lines * wide))
+    some = [min(most, group - start) for start in range(0, group, most)]
+    read = e.reshape(read, (group * inputs, prod(size_of(read)[1:-1]), wide))
+    moved = e.reshape(moved, (group * outputs, lines * (wide + reach)))
+    of_some = (pieces(e, v, 0, [n * each for n in some]) for v, each in ((read, inputs), (moved, outputs)))
+    parts = [of(*each) for each in zip(some, *of_some, strict=True)]
+    whole = parts[0] if len(parts) == 1 else e.Concat(*parts, axis=0)
+    apart = e.transpose(e.reshape(whole, (group * outputs, last, inputs, taps)), [0, 2, 3, 1])
+    return e.reshape(apart, (group * outputs, inputs, *window.kernel))
+
+
+def _leading(window: Window) -> Window:
+    """The window along all axes but the last."""
+    each = (window.kernel, window.strides, window.dilations, window.begin, window.source, window.target)
+    return Window(*(numbers[:-1] for numbers in each))
+
+
+def _shared_places(e: Emitter, key: str, first: _Ints, *others: _Ints) -> Value:
+    """The sums of all combinations, made once for all windows of a kind."""
+    if key not in e.shared:
+        e.shared[key] = (_outer_sum(e, first, *others),)
+    return e.shared[key][0]
+
+
+def _places(window: Window, batch: int, sizes: Sequence[int], axes: int) -> tuple[_Ints, list[_Ints]]:
+    """Where in [N, *sizes] windows read, along the first ``axes`` axes, and further along the position of the kernel
     on the last one: the sum of a number for each position of the kernel, one for each image and one for each window
     along each axis."""
-    taps, step, along = np.array(window.taps), prod(sizes[1 + pieces :]), list[_Ints]()
-    of_tap = taps[:, -1] * (pieces < window.rank)
-    for axis in reversed(range(pieces)):
+    taps, step, along = np.array(window.taps), prod(sizes[1 + axes :]), list[_Ints]()
+    of_tap = taps[:, -1] * (axes < window.rank)
+    for axis in reversed(range(axes)):
         of_tap = of_tap + taps[:, axis] * window.dilations[axis] * step
         along.append(np.arange(window.target[axis]) * window.strides[axis] * step)
         step *= sizes[1 + axis]

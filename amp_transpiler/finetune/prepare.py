@@ -91,8 +91,9 @@ def prepare_training(
     parameter for all; a matrix and its (transposed) copy are tied again, but for layers of one kind, which are equal
     until they are trained; anonymous parameters get the name of their module, and linear layers their layout
     [out, in] (``restore``); layer norms that were written out (before opset 17), RMS norms, GELUs, SiLUs, hard
-    swishes and rotary positions are one operator again, and slices that make up a tensor one Split. Weights that are
-    standardised by a batch norm of their own statistics are so by a layer norm.
+    swishes and rotary positions are one operator again, slices that make up a tensor one Split, and Splits of a tensor
+    into the same pieces one. Weights that are standardised by a batch norm of their own statistics are so by a layer
+    norm.
     RMS norms, SiLUs and rotary positions are those which onnxruntime has at every opset (SimplifiedLayerNormalization,
     QuickGelu, RotaryEmbedding); what is saved for inference has them written out. What exports of attention put in the
     place of NaN goes where no mask can make one: NaN of the scores would be hidden from the loss scaling.

@@ -51,7 +51,12 @@ def weights(tiny: bool) -> Iterator[Case]:
     """The gradient of a convolution's weights."""
     batch, small = (2, 8) if tiny else (64, 1)
     found = [(3, 64, 224, 7, 2, 1), (64, 64, 56, 3, 1, 1), (128, 128, 56, 3, 2, 1), (128, 128, 28, 3, 1, 1)]
-    for channels, outputs, size, kernel, stride, group in [*found, (512, 512, 7, 3, 1, 1), (96, 96, 56, 3, 1, 96)]:
+    for channels, outputs, size, kernel, stride, group in [
+        *found,
+        (512, 512, 7, 3, 1, 1),
+        (96, 96, 56, 3, 1, 96),
+        (96, 96, 56, 7, 1, 96),
+    ]:
         size = max(size // small, 7)
         target, pad = (size + 2 * (kernel // 2) - kernel) // stride + 1, kernel // 2
         window = Window(*((n,) * 2 for n in (kernel, stride, 1, pad, size, target)))
@@ -59,6 +64,8 @@ def weights(tiny: bool) -> Iterator[Case]:
             "one Conv": partial(_of_window, kernel_gradient.by_convolution, window, group),
             "gathered": partial(_of_window, kernel_gradient.by_gathering, window, group),
         }
+        if group > 1:
+            forms["gathered by axis"] = partial(_of_window, kernel_gradient.by_axis, window, group)
         if group == 1:
             forms["a GEMM a position"] = partial(_of_window, kernel_gradient.by_gemms, window)
             forms["unfolded"] = partial(_of_window, kernel_gradient.by_unfolding, window)

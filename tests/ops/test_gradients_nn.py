@@ -106,6 +106,12 @@ def in_parts(e: Emitter, x: Value, dy: Value, window: Window, group: int) -> Val
         return kernel_gradient.by_gathering(e, x, dy, window, group)
 
 
+def one_by_one(e: Emitter, x: Value, dy: Value, window: Window, group: int) -> Value:
+    """As if one group fitted at once, and no constant."""
+    with mock.patch.multiple(kernel_gradient, _MOST_GATHERED=1, LONG=0):
+        return kernel_gradient.by_axis(e, x, dy, window, group)
+
+
 FORMS = {
     "convolution": kernel_gradient.by_convolution,
     "gemms": lambda e, x, dy, window, group: kernel_gradient.by_gemms(e, x, dy, window),
@@ -116,32 +122,56 @@ FORMS = {
 }
 
 
+#: Those that take any group; the first is what the others are compared with.
+OF_GROUPS = {
+    "convolution": kernel_gradient.by_convolution,
+    "grouped": kernel_gradient.by_grouped_gemms,
+    "gathering": kernel_gradient.by_gathering,
+    "by axis": kernel_gradient.by_axis,
+    "by axis, one by one": one_by_one,
+}
+
+
 @few
 @given(window=sliding(2, automatic=False), seed=seeds)
 def test_every_form_of_the_weight_gradient_agrees(window: Sliding, seed: int) -> None:
+    _agree(FORMS, window, seed, (2, 3), 1)
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+@few
+@given(data=st.data(), seed=seeds, channels=st.integers(1, 2), outputs=st.integers(1, 2), group=st.integers(2, 3))
+def test_every_form_of_groups_agrees(
+    rank: int, data: st.DataObject, seed: int, channels: int, outputs: int, group: int
+) -> None:
+    window = data.draw(sliding(rank, automatic=False))
+    window.attrs["strides"][-1] = 1
+    _agree(OF_GROUPS, window, seed, (channels * group, outputs * group), group)
+
+
+def _agree(forms: dict[str, Any], window: Sliding, seed: int, sizes: tuple[int, int], group: int) -> None:
+    """Forms give what the first of them gives, of so many channels and outputs."""
     strides, dilations, pads = (window.attrs[name] for name in ("strides", "dilations", "pads"))
+    rank = len(window.spatial)
     target = [
-        (n + pads[i] + pads[2 + i] - (k - 1) * dilations[i] - 1) // strides[i] + 1
+        (n + pads[i] + pads[rank + i] - (k - 1) * dilations[i] - 1) // strides[i] + 1
         for i, (n, k) in enumerate(zip(window.spatial, window.kernel, strict=True))
     ]
-    geometry = Window(
-        tuple(window.kernel), tuple(strides), tuple(dilations), tuple(pads[:2]), tuple(window.spatial), tuple(target)
-    )
-    x, dy = normal(seed, (2, 2, *window.spatial), (2, 3, *target))
-    results = {}
+    geometry = Window(*map(tuple, (window.kernel, strides, dilations, pads[:rank], window.spatial, target)))
+    x, dy = normal(seed, (2, sizes[0], *window.spatial), (2, sizes[1], *target))
     for dtype, tolerance in (("float64", 1e-12), ("float16", 2e-2)):
-        for name, form in FORMS.items():
+        results = list[Any]()
+        for name, form in forms.items():
             e = Emitter("reference")
             e.reserve(["x", "dy"])
-            dw = form(e, Value("x", dtype, x.shape), Value("dy", dtype, dy.shape), geometry, 1)
-            assert dw.shape == (3, 2, *window.kernel)
+            dw = form(e, Value("x", dtype, x.shape), Value("dy", dtype, dy.shape), geometry, group)
+            assert dw.shape == (sizes[1], sizes[0] // group, *window.kernel)
             infos = [tensor_info("x", dtype, x.shape), tensor_info("dy", dtype, dy.shape)]
             out = tensor_info(dw.name, dtype, dw.shape)
             model = as_model(onnx.helper.make_graph(e.nodes, name, infos, [out], list(e.initializers.values())))
-            results[name] = run_reference(model, {"x": x.astype(dtype), "dy": dy.astype(dtype)})[0]
-            expected = results["convolution"]
-            atol = tolerance * (np.abs(expected).max() + 1)
-            np.testing.assert_allclose(results[name], expected, rtol=0, atol=atol, err_msg=name)
+            results.append(run_reference(model, {"x": x.astype(dtype), "dy": dy.astype(dtype)})[0])
+            atol = tolerance * (np.abs(results[0]).max() + 1)
+            np.testing.assert_allclose(results[-1], results[0], rtol=0, atol=atol, err_msg=name)
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])

@@ -71,3 +71,47 @@ def test_an_imported_model_is_trained_with_the_split() -> None:
     head = HEAD.replace("<int64[1] none", f"<float[6, 6] w = {{{weight}}}, int64[1] none")
     found = amp.Program.from_onnx(onnx.parser.parse_model(head + body))
     assert any("split at once" in note for note in amp.prepare_training(found).notes)
+
+
+AGAIN = "{ a, b, c = Split <axis = 1> (x, ones)  d, e, f = Split <axis = 1> (x, ones)  "
+TWICE = {
+    "each for a piece": AGAIN + "p = Mul(a, e)  y = Sub(p, c) }",
+    "by other constants": AGAIN.replace("(x, ones)  d", "(x, units)  d") + "p = Mul(a, e)  y = Sub(p, f) }",
+    "into equal parts": AGAIN.replace("axis = 1> (x, ones)", "axis = 1, num_outputs = 3> (x)") + "y = Mul(d, b) }",
+}
+APART = {
+    "along another axis": AGAIN.replace("axis = 1> (x, ones)  d", "axis = 2> (x, pairs)  d") + "p = Sub(b, d)  "
+    "q = ReduceSum(p, two)  y = Mul(q, a) }",
+    "of another tensor": AGAIN.replace("d, e, f = Split <axis = 1> (x", "n = Neg(x)  d, e, f = Split <axis = 1> (n")
+    + "p = Mul(a, e)  y = Sub(p, c) }",
+    "into other pieces": AGAIN.replace("axis = 1> (x, ones)  d, e, f", "axis = 2> (x, pairs)  d, e, f").replace(
+        "axis = 1> (x, ones)", "axis = 2> (x, uneven)"
+    )
+    + "p = Mul(b, e)  y = Sub(p, f) }",
+    "one of which is an output": AGAIN.replace("d, e, f", "d, e, y") + "p = Mul(a, b) }",
+}
+SIZES = (
+    "<int64[3] ones = {1, 1, 1}, int64[3] units = {1, 1, 1}, int64[3] pairs = {2, 2, 2}, int64[3] uneven = {1, 2, 3}, "
+)
+
+
+def split_twice(body: str) -> amp.Program:
+    return amp.Program.from_onnx(
+        onnx.parser.parse_model(HEAD.replace("<int64[1] none", f"{SIZES}int64[1] none") + body)
+    )
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_what_is_split_twice_is_split_once(name: str) -> None:
+    x = np.random.default_rng(0).normal(size=(2, 3, 6)).astype(np.float32)
+    expected = slope(split_twice(TWICE[name]), x)
+    found = split_twice(TWICE[name])
+    assert len(split_wholes(found)) == 1 and not split_wholes(found)
+    assert [op.type for op in found.operators].count("Split") == 1
+    assert all(v.readers or v.name in "abcy" for v in found.variables if v.producer is not None)
+    assert_slope(found, x, expected, 1e-6)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_splits_that_differ_stay(name: str) -> None:
+    assert_stays(split_twice(APART[name]), split_wholes)

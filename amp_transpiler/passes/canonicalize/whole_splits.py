@@ -1,7 +1,8 @@
-"""Slices and picked elements that make up a tensor between them become one Split.
+"""Slices and picked elements that make up a tensor between them become one Split, and so do Splits that are the same.
 
-Exports cut queries, keys and values, or the halves of a rotation, each out of the tensor of all. The gradient of such a
-piece is as large as the whole, zero but for the piece, and these add up; that of a Split is one Concat.
+Exports cut queries, keys and values, or the halves of a rotation, each out of the tensor of all, and split a tensor
+anew for each piece that is taken. The gradient of such a piece is as large as the whole, zero but for the piece, and
+these add up; that of a Split is one Concat.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class _Piece:
 
 
 def split_wholes(program: Graph) -> list[str]:
-    """Put one Split in the place of Slices and Gathers of a tensor, along one axis of known size; in place."""
-    count = 0
+    """Put one Split in the place of Slices and Gathers of a tensor, along one axis of known size, and of Splits into
+    the same pieces; in place."""
+    count = _merge_equal(program)
     for variable in dict.fromkeys(op.input(0) for op in of_type(program, "Slice", "Gather")):
         if variable is None or variable.dtype not in FLOATS:  # sizes are looked up in shapes, which have no gradient
             continue
@@ -41,6 +43,38 @@ def split_wholes(program: Graph) -> list[str]:
             _split(variable, pieces)
             count += 1
     return [f"{count} tensors that were cut into all their pieces are split at once"] if count else []
+
+
+def _merge_equal(program: Graph) -> int:
+    """Let Splits of a tensor into the same pieces be one; how many tensors had several."""
+    first, seen = dict[tuple[object, ...], Operator](), {*program.outputs, *program.updates.values()}
+    merged = set[Operator]()
+    for op in of_type(program, "Split"):
+        sizes = None if op.input(1) is None else constant_array(op.inputs[1])  # type: ignore[arg-type]
+        if op.program is not program or None in op.outputs or not seen.isdisjoint(op.outputs):
+            continue
+        if op.input(1) is not None and sizes is None:
+            continue
+        given = op.attrs.get("split") if sizes is None else sizes.tolist()
+        key = (op.input(0), int(op.attrs.get("axis", 0)), len(op.outputs), tuple(given or ()))
+        kept = first.setdefault(key, op)
+        if kept is not op:
+            _merge(op, kept)
+            merged.add(kept)
+    return len(merged)
+
+
+def _merge(op: Operator, kept: Operator) -> None:
+    """Let what reads the pieces of one Split read those of another."""
+    program, sizes = op.program, op.input(1)
+    pairs = [(v, new) for v, new in zip(op.outputs, kept.outputs, strict=True) if v is not None and new is not None]
+    for old, new in pairs:
+        program.replace_uses(old, new)
+    program.remove_operator(op)
+    for old, _ in pairs:
+        program.remove_variable(old)
+    if sizes is not None:
+        drop_unread(sizes)
 
 
 def _make_up(variable: Variable, pieces: list[_Piece]) -> bool:
