@@ -301,6 +301,10 @@ def test_wrong_arguments_are_refused() -> None:
         amp.compare_costs({"fp32": found})
     with pytest.raises(amp.AmpError, match="mapping of names to CostEstimates"):
         amp.compare_costs({"fp32": 1, "pure": 2})  # type: ignore[dict-item]
+    with pytest.raises(amp.AmpError, match="got CostEstimate$"):
+        amp.compare_costs(found, found)  # type: ignore[arg-type]
+    lines = str(amp.compare_costs({"fp32": found, "mixed, with a long name": found}, ["A100"])).splitlines()
+    assert {len(line) for line in lines[:3]} == {len(lines[0])} and len(lines[4]) == len(lines[5])
     with pytest.raises(amp.AmpError, match="no verdict on 'auto'"):
         amp.compare_costs({"a": found, "b": found}, ["A100"]).verdict("auto", "A100")
 

@@ -68,22 +68,24 @@ class CostComparison:
 
     def __str__(self) -> str:
         modes = list(self.estimates)
-        lines = [f"{'':<10} {'kernels':>9} {'bytes':>11} {'casts':>7} {'GFLOP 16':>10} {'GFLOP 32':>10} {'peak':>10}"]
+        first, wide = max(10, *map(len, modes)), max(21, *map(len, modes))
+        heads = f"{'kernels':>9} {'bytes':>11} {'casts':>7} {'GFLOP 16':>10} {'GFLOP 32':>10} {'peak':>10}"
+        lines = [f"{'':<{first}} {heads}"]
         for mode, found in self.estimates.items():
             share = found.cast_bytes / found.bytes if found.bytes else 0.0
             lines.append(
-                f"{mode:<10} {found.kernels:>9,} {amount(found.bytes):>11} {share:>7.1%} "
+                f"{mode:<{first}} {found.kernels:>9,} {amount(found.bytes):>11} {share:>7.1%} "
                 f"{found.flops_16 / 1e9:>10,.1f} {found.flops_32 / 1e9:>10,.1f} {amount(found.peak):>10}"
             )
         lines.append("forecast in ms, launched one by one / captured as a CUDA graph:")
-        lines.append(f"{'':<10} " + " ".join(f"{mode:>21}" for mode in modes))
+        lines.append(f"{'':<10} " + " ".join(f"{mode:>{wide}}" for mode in modes))
         cells: dict[str, list[str]] = {}
         for each in self.verdicts:
             fits = "" if each.alone.fits else " (does not fit)"
             cells.setdefault(each.device, []).append(
                 f"{each.alone.seconds * 1e3:,.2f} / {each.captured.seconds * 1e3:,.2f}{fits}"
             )
-        lines += [f"{device:<10} " + " ".join(f"{cell:>21}" for cell in row) for device, row in cells.items()]
+        lines += [f"{device:<10} " + " ".join(f"{cell:>{wide}}" for cell in row) for device, row in cells.items()]
         for mode in modes[1:]:
             mine = [each for each in self.verdicts if each.mode == mode]
             pays = [f"{each.device} ({each.ratio:.2f})" for each in mine if each.pays]
@@ -93,6 +95,11 @@ class CostComparison:
                 f"{mode}: will not pay on {each.device}, because {each.because}" for each in mine if not each.pays
             ]
         return "\n".join(lines)
+
+
+def _kind(given: object) -> str:
+    """What was given instead: estimates themselves are pages long."""
+    return type(given).__name__ if isinstance(given, CostEstimate) else f"{given!r:.80}"
 
 
 def compare_costs(
@@ -110,7 +117,7 @@ def compare_costs(
         place that is no GPU, and for an unknown device.
     """
     if not isinstance(estimates, Mapping) or not all(isinstance(each, CostEstimate) for each in estimates.values()):
-        raise ArgumentTypeError(f"compare_costs takes a mapping of names to CostEstimates, got {estimates!r}")
+        raise ArgumentTypeError(f"compare_costs takes a mapping of names to CostEstimates, got {_kind(estimates)}")
     if len(estimates) < 2:
         raise ArgumentError(f"compare_costs takes two estimates at least, got {len(estimates)}")
     first = next(iter(estimates))
