@@ -27,6 +27,11 @@ def by_channel(e: Emitter, value: Value) -> Value:
     return e.shared[key][0]
 
 
+def is_by_channel(e: Emitter, value: Value) -> bool:
+    """Whether :func:`by_channel` has it already."""
+    return f"{value.name} by channel" in e.shared
+
+
 def by_image(e: Emitter, rows: Value, shape: Sequence[int]) -> Value:
     """The way back from :func:`by_channel`, which then gives these rows. It lies in rows, of a rank from 3 on."""
     batch, channels, *spatial = shape

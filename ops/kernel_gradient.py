@@ -11,8 +11,8 @@ import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.types import HALF
-from amp_transpiler.ops.channel_rows import by_channel, exchanged, lies_in_rows
-from amp_transpiler.ops.common import LONG, padded, padded_axis, pieces, size_of
+from amp_transpiler.ops.channel_rows import by_channel, exchanged, is_by_channel, lies_in_rows
+from amp_transpiler.ops.common import LONG, padded, padded_axis, pieces, size_of, summed_to
 from amp_transpiler.ops.gpu_kernels import product
 from amp_transpiler.ops.window import Window
 
@@ -54,11 +54,11 @@ def weight_gradient(e: Emitter, x: Value, dy: Value, window: Window, group: int)
     ``x`` is [N, group * I, *source], ``dy`` [N, O, *target]; gives [O, I, *kernel]. Every form sums over batch
     and positions inside one GEMM or Conv. Which one is a matter of speed.
 
-    On a GPU a GEMM where there is one kernel position. Else Conv moves the fewest bytes; but cuDNN has no fast kernel
-    for a large kernel or a dilated one, which dY is where windows are many or have strides. Of 328 ms of a step of
-    ResNet-50 on an H200 seven such took 170, the ten others 6. For them what windows read is gathered, and multiplied.
-    Of the many positions of a depthwise kernel only those along one axis are gathered, of X, and those along the other
-    of dY.
+    On a GPU a GEMM where there is one kernel position, of all images or of each, whichever moves less. Else Conv moves
+    the fewest bytes; but cuDNN has no fast kernel for a large kernel or a dilated one, which dY is where windows are
+    many or have strides. Of 328 ms of a step of ResNet-50 on an H200 seven such took 170, the ten others 6. For them
+    what windows read is gathered, and multiplied. Of the many positions of a depthwise kernel only those along one axis
+    are gathered, of X, and those along the other of dY.
 
     On CPU (measured, one thread) a GEMM per kernel position reaches the speed of GEMM alone from 16 input channels on;
     with fewer, one GEMM over all positions is up to 4 times faster; Conv is slower than either by 2 but needs no nodes
@@ -70,10 +70,9 @@ def weight_gradient(e: Emitter, x: Value, dy: Value, window: Window, group: int)
     taps = prod(window.kernel)
     if x.shape[0] == 0:  # nothing to add up, where onnxruntime's Conv leaves what memory holds
         return e.zeros((size_of(dy)[1], channels, *window.kernel), x.dtype)
-    if group == taps == 1 and (e.at.fused or x.dtype in HALF or not _images_outweigh(x, dy)):
-        return by_one_gemm(e, x, dy, window)
     if group == taps == 1:
-        return by_images(e, x, dy, window)
+        apart = _turning_outweighs(e, x, dy) if e.at.fused else x.dtype not in HALF and _images_outweigh(x, dy)
+        return (by_images if apart else by_one_gemm)(e, x, dy, window)
     if e.at.fused and not (group == 1 and set(window.strides) == {1} and max(window.target) <= _LARGEST_KERNEL):
         by_axes = group > 1 and window.rank > 1 and window.strides[-1] == 1 and _fewer_by_axes(x, dy, window, group)
         return (by_axis if by_axes else by_gathering)(e, x, dy, window, group)
@@ -155,28 +154,29 @@ def by_gathering(e: Emitter, x: Value, dy: Value, window: Window, group: int) ->
 
 def _fewer_by_axes(x: Value, dy: Value, window: Window, group: int) -> bool:
     """Whether :func:`by_axis` moves fewer elements than :func:`by_gathering`, by far and by many."""
-    inputs, outputs, lines = size_of(x)[1] // group, size_of(dy)[1] // group, size_of(x)[0] * prod(window.target[:-1])
-    reach = window.extent[-1] - 1
-    wide, whole = window.target[-1] + reach, (inputs * prod(window.kernel) + outputs) * window.target[-1]
-    apart = (inputs * prod(window.kernel[:-1]) + outputs * window.kernel[-1]) * wide + outputs * (wide + reach)
-    return 5 * apart < 4 * whole and (whole - apart) * lines * group > _WORTH_KERNELS
+    inputs, outputs, lines = size_of(x)[1] // group, size_of(dy)[1] // group, prod(window.target[:-1])
+    taps, reach = prod(window.kernel), window.extent[-1] - 1
+    wide, whole = window.target[-1] + reach, (inputs * taps + outputs) * lines * window.target[-1]
+    moved = inputs * prod(window.kernel[:-1]) * wide + outputs * (window.kernel[-1] * wide + wide + reach)
+    apart = moved * lines + inputs * outputs * taps
+    return 5 * apart < 4 * whole and (whole - apart) * group * size_of(x)[0] > _WORTH_KERNELS
 
 
 def by_axis(e: Emitter, x: Value, dy: Value, window: Window, group: int) -> Value:
     """Lines of X, gathered for each position of the kernel but along the last axis, times dY, moved along that axis for
     each position there: ``sum over n, p, q of X[n, p + tap, q] * dY[n, p, q - tap']``. Of 7 x 7 positions 7 + 7 are
-    gathered instead of 49. The window has no stride along the last axis. Some groups at once, where all would take too
-    much memory."""
-    batch, lead = size_of(x)[0], _leading(window)
-    (inputs, outputs), taps, last = (size_of(v)[1] // group for v in (x, dy)), prod(lead.kernel), window.kernel[-1]
-    reach, lines, step = window.extent[-1] - 1, batch * prod(lead.target), window.dilations[-1]
-    wide = window.target[-1] + reach
-    read = e.cast(padded(e, exchanged(e, x), [0, 0, *window.begin], [0, 0, *window.end]), x.dtype)
-    moved = e.cast(padded_axis(e, exchanged(e, dy), window.rank + 1, reach, reach), dy.dtype)
-    of_tap, of_line = _places(lead, batch, size_of(read)[1:-1], lead.rank)
-    above = _shared_places(e, f"lines {lead} in {size_of(read)[1:-1]}", of_tap, *of_line)
-    back, starts = np.arange(last)[::-1] * step, np.arange(lines) * (wide + reach)
-    along = _shared_places(e, f"moves {last, step, lines, wide}", back, starts, np.arange(wide))
+    gathered instead of 49. The window has no stride along the last axis. A product for each image, and their sum: that
+    needs no transposed copies. Some at once, where all would take too much memory."""
+    lead, taps, last, reach = _leading(window), prod(window.kernel[:-1]), window.kernel[-1], window.extent[-1] - 1
+    batch, inputs, outputs = size_of(x)[0], size_of(x)[1] // group, size_of(dy)[1] // group
+    lines, wide = prod(lead.target), window.target[-1] + reach
+    read = e.cast(padded(e, x, [0, 0, *window.begin], [0, 0, *window.end]), x.dtype)
+    moved = e.cast(padded_axis(e, dy, window.rank + 1, reach, reach), dy.dtype)
+    sizes = (1, *size_of(read)[2:-1])
+    of_tap, of_line = _places(lead, 1, sizes, lead.rank)
+    above = _shared_places(e, f"lines {lead} in {sizes}", of_tap, *of_line)
+    back, starts = np.arange(last)[::-1] * window.dilations[-1], np.arange(lines) * (wide + reach)
+    along = _shared_places(e, f"moves {back.tolist(), lines, wide}", back, starts, np.arange(wide))
 
     def of(some: int, x: Value, dy: Value) -> Value:
         right = e.Gather(x, above, axis=1, shape=(some * inputs, taps, lines, wide))
@@ -185,14 +185,14 @@ def by_axis(e: Emitter, x: Value, dy: Value, window: Window, group: int) -> Valu
         return product(e, left, e.reshape(right, (some, inputs * taps, lines * wide)), trans_b=True)
 
     most = max(1, _MOST_GATHERED // ((inputs * taps + outputs * last) * lines * wide))
-    some = [min(most, group - start) for start in range(0, group, most)]
-    read = e.reshape(read, (group * inputs, prod(size_of(read)[1:-1]), wide))
-    moved = e.reshape(moved, (group * outputs, lines * (wide + reach)))
+    some = [min(most, batch * group - start) for start in range(0, batch * group, most)]
+    read = e.reshape(read, (batch * group * inputs, prod(sizes), wide))
+    moved = e.reshape(moved, (batch * group * outputs, lines * (wide + reach)))
     of_some = (pieces(e, v, 0, [n * each for n in some]) for v, each in ((read, inputs), (moved, outputs)))
     parts = [of(*each) for each in zip(some, *of_some, strict=True)]
-    whole = parts[0] if len(parts) == 1 else e.Concat(*parts, axis=0)
-    apart = e.transpose(e.reshape(whole, (group * outputs, last, inputs, taps)), [0, 2, 3, 1])
-    return e.reshape(apart, (group * outputs, inputs, *window.kernel))
+    whole, made = parts[0] if len(parts) == 1 else e.Concat(*parts, axis=0), (group * outputs, last, inputs, taps)
+    dw = summed_to(e, e.reshape(whole, (batch, *made)), made, (batch, *made))
+    return e.reshape(e.transpose(dw, [0, 2, 3, 1]), (group * outputs, inputs, *window.kernel))
 
 
 def _leading(window: Window) -> Window:
@@ -243,13 +243,20 @@ def _images_outweigh(x: Value, dy: Value) -> bool:
     return prod(target) * (channels + outputs) > 2 * channels * outputs
 
 
+def _turning_outweighs(e: Emitter, x: Value, dy: Value) -> bool:
+    """Whether what is not there by channel is larger than the products of the images."""
+    turned = sum(prod(size_of(v)) for v in (x, dy) if not is_by_channel(e, v))
+    return turned > size_of(x)[0] * size_of(x)[1] * size_of(dy)[1]
+
+
 def by_images(e: Emitter, x: Value, dy: Value, window: Window) -> Value:
     """For kernels of one position: a GEMM [O, P] x [P, I] per image, and their sum."""
     (batch, channels), outputs, positions = size_of(x)[:2], size_of(dy)[1], prod(window.target)
     read = window.read(e, window.pad(e, x, 2), window.taps[0], 2)
     right = e.reshape(read, (batch, channels, positions))
     products = product(e, e.reshape(dy, (batch, outputs, positions)), right, trans_b=True)
-    return e.reshape(e.reduce_sum(products, [0]), (outputs, channels, *window.kernel))
+    summed = summed_to(e, products, (outputs, channels), (batch, outputs, channels))
+    return e.reshape(summed, (outputs, channels, *window.kernel))
 
 
 def by_gemms(e: Emitter, x: Value, dy: Value, window: Window) -> Value:

@@ -138,6 +138,22 @@ def test_every_form_of_the_weight_gradient_agrees(window: Sliding, seed: int) ->
     _agree(FORMS, window, seed, (2, 3), 1)
 
 
+#: Those of a kernel of one position.
+OF_ONE_POSITION = {
+    "convolution": kernel_gradient.by_convolution,
+    "one product": lambda e, x, dy, window, group: kernel_gradient.by_one_gemm(e, x, dy, window),
+    "images": lambda e, x, dy, window, group: kernel_gradient.by_images(e, x, dy, window),
+}
+
+
+@few
+@given(window=sliding(2, automatic=False), seed=seeds)
+def test_every_form_of_one_position_agrees(window: Sliding, seed: int) -> None:
+    pads = [pad * (sum(window.spatial) % 2) for pad in window.attrs["pads"]]
+    one = Sliding([1, 1], window.spatial, window.attrs | {"pads": pads, "dilations": [1, 1]})
+    _agree(OF_ONE_POSITION, one, seed, (3, 2), 1)
+
+
 @pytest.mark.parametrize("rank", [2, 3])
 @few
 @given(data=st.data(), seed=seeds, channels=st.integers(1, 2), outputs=st.integers(1, 2), group=st.integers(2, 3))
