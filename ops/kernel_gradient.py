@@ -26,6 +26,8 @@ _FEW_CHANNELS = 16
 _MOST_UNFOLDED = 2**24
 #: On a GPU, elements that are gathered at once (256 MiB in 16 bit).
 _MOST_GATHERED = 2**27
+#: As many products does one kernel of cuBLAS take.
+_MOST_PRODUCTS = 2**16 - 1
 #: So many elements are worth three kernels more; a GPU gathers 240 a nanosecond (measured).
 _WORTH_KERNELS = 2**22
 #: The largest kernel that cuDNN's fast kernels take (measured: 28 positions along an axis, and not 56).
@@ -184,7 +186,7 @@ def by_axis(e: Emitter, x: Value, dy: Value, window: Window, group: int) -> Valu
         left = e.reshape(left, (some, outputs * last, lines * wide))
         return product(e, left, e.reshape(right, (some, inputs * taps, lines * wide)), trans_b=True)
 
-    most = max(1, _MOST_GATHERED // ((inputs * taps + outputs * last) * lines * wide))
+    most = min(max(1, _MOST_GATHERED // ((inputs * taps + outputs * last) * lines * wide)), _MOST_PRODUCTS)
     some = [min(most, batch * group - start) for start in range(0, batch * group, most)]
     read = e.reshape(read, (batch * group * inputs, prod(sizes), wide))
     moved = e.reshape(moved, (batch * group * outputs, lines * (wide + reach)))

@@ -7,6 +7,7 @@ import onnx
 import pytest
 
 import amp_transpiler as amp
+from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.canonicalize.unit_vectors import write_unit_vectors
 from tests.helpers.sessions import run
 
@@ -96,3 +97,66 @@ def test_what_the_user_names_stays() -> None:
 
 def test_in_bfloat16_it_stays_what_it_is() -> None:
     assert "Expand" in [op.type for op in amp.convert(net(FORMS["normalize"]), dtype="bfloat16").operators]
+
+
+def trained(dtype: str = "float16", lists: dict[str, object] | None = None, pure: bool = True) -> amp.Program:
+    """``F.normalize`` of what a layer makes, as torch exports it, in a program that is trained."""
+    weights = ", ".join(f"{value:.3f}" for value in np.random.default_rng(1).normal(size=64))
+    head = f'<ir_version: 8, opset_import: ["" : 18]> net (float[2,5,8] x) => (float[2,5,8] y) <float[8,8] w = {{{weights}}}, '
+    text = f"{head}{CONSTANTS}> {{ h = MatMul(x, w) {FORMS['normalize'].replace('(x,', '(h,')} }}"
+    program = amp.Program.from_onnx(onnx.parser.parse_model(text))
+    amp.prepare_training(program)
+    with amp.program_guard(program, program.startup), amp.unique_name.guard():
+        loss = F.mean(F.square(F.cast(program.outputs[0], "float32") - 0.25))
+        chosen = amp.AutoMixedPrecisionLists(dtype=dtype, **(lists or {}))
+        optimizer = amp.optimizer.SGD(5.0, multi_precision=True)
+        optimizer = amp.decorate(optimizer, chosen, 128.0, use_pure_fp16=pure, use_fp16_guard=False, dtype=dtype)
+        optimizer.minimize(loss)
+    scope, exe = amp.Scope(), amp.Executor(threads=1)
+    exe.run(program.startup, scope=scope)
+    if pure:
+        optimizer.amp_init(amp.CPUPlace(), scope)
+    feed = {"x": np.random.default_rng(2).normal(size=(2, 5, 8)).astype(np.float32)}
+    losses = [float(exe.run(program, feed, [loss], scope)[0]) for _ in range(20)]
+    assert np.isfinite(losses).all() and losses[-1] < 0.9 * losses[0]
+    return program
+
+
+def kinds(program: amp.Program) -> list[str]:
+    return [op.type for op in program.operators if op.role == "forward" and op.type not in ("Constant", "MatMul")]
+
+
+def test_in_training_it_is_float16_without_casts() -> None:
+    program = trained()
+    names = [v.name for op in program.operators if op.type in ("ReduceL2", "Max", "Div") for v in op.outputs if v]
+    assert {program.var(name).dtype for name in names if "GRAD" not in name} == {"float16"} and len(names) >= 3
+    assert kinds(program)[:4] == ["Cast", "ReduceL2", "Max", "Div"]  # the cast of the input
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lists", "pure"),
+    [
+        ("bfloat16", {}, True),
+        ("float16", {}, False),
+        ("float16", {"custom_black_list": {"Div"}}, True),
+        ("float16", {"custom_black_list": {"Clip"}}, True),
+        ("float16", {"custom_black_varnames": ["c"]}, True),
+    ],
+)
+def test_in_training_it_stays_where_not_all_of_it_is_float16(dtype: str, lists: dict[str, object], pure: bool) -> None:
+    found = kinds(trained(dtype, lists, pure))
+    assert [kind for kind in found if kind in ("ReduceL2", "Clip", "Max", "Expand", "Div")] == [
+        "ReduceL2",
+        "Clip",
+        "Expand",
+        "Div",
+    ]
+
+
+def test_cast_again_it_is_the_same() -> None:
+    program = amp.Program.from_onnx(net(FORMS["normalize"]))
+    amp.cast_model_to_fp16(program, use_fp16_guard=False, numeric_guards=True)
+    before = [(op.type, op.name, [v.name for v in op.outputs if v]) for op in program.operators]
+    assert "ReduceL2" in {kind for kind, *_ in before}
+    amp.cast_model_to_fp16(program, use_fp16_guard=False, numeric_guards=True)
+    assert [(op.type, op.name, [v.name for v in op.outputs if v]) for op in program.operators] == before

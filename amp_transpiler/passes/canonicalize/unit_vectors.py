@@ -97,6 +97,8 @@ def _written(below: Variable | None, x: Variable, names: frozenset[str]) -> _Len
         operators.append(square)
         summed = square.input(0)
     axes, squared = reduced_axes(op), op.type != "ReduceL2"
+    if NORM in op.metadata:  # written here before
+        return None
     if summed is not x or squared != (power == 0.5) or not axes or not op.attrs.get("keepdims", 1):
         return None
     return _Length(x, axes, operators, floor)

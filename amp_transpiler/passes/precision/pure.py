@@ -5,7 +5,8 @@ of the white list; operators outside ``fp16_guard`` (where the guard is used), o
 to the type, those on ``custom_black_list`` or at ``custom_black_varnames``, Gather on a trainable table,
 and foreign operators. The default black list plays no part. Scale, bias and statistics of normalisations
 stay fp32. Constants that only mask (-3.4e38 before a softmax) are brought into the range of the type. With
-``numeric_guards``, what is known to leave the type stays fp32 too.
+``numeric_guards``, what is known to leave the type stays fp32 too, and vectors are divided by lengths that one operator
+computes, with the least number of float16 for a smaller floor.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.known import training_constraints
 from amp_transpiler.passes.numerics.mask_constants import saturate_masks
 from amp_transpiler.passes.precision.casts import apply
+from amp_transpiler.passes.precision.lengths import write_lengths
 from amp_transpiler.passes.precision.rules import BLACK, Decision, Rules, check_program
 from amp_transpiler.passes.view.names import label, source
 from amp_transpiler.passes.view.typing import operator_name
@@ -76,6 +78,8 @@ def cast_model_to_fp16(
             "or pass use_fp16_guard=False to cast the whole program"
         )
     saturate_masks(program, lists.dtype)
+    if numeric_guards:
+        write_lengths(program, lists, use_fp16_guard)
     constraints = training_constraints(program, lists.dtype, like) if numeric_guards else Constraints()
     pure = _Pure(program, lists, use_fp16_guard, constraints)
     return apply(program, pure.decide_all(pure.decide), lists, narrow_parameters=True)
