@@ -12,7 +12,7 @@ import numpy as np
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.channel_rows import by_channel, exchanged, is_by_channel, lies_in_rows
-from amp_transpiler.ops.common import LONG, padded, padded_axis, pieces, size_of, summed_to
+from amp_transpiler.ops.common import LONG, padded, padded_axis, size_of, summed_to
 from amp_transpiler.ops.gpu_kernels import product
 from amp_transpiler.ops.window import Window
 
@@ -161,7 +161,7 @@ def _fewer_by_axes(x: Value, dy: Value, window: Window, group: int) -> bool:
     wide, whole = window.target[-1] + reach, (inputs * taps + outputs) * lines * window.target[-1]
     moved = inputs * prod(window.kernel[:-1]) * wide + outputs * (window.kernel[-1] * wide + wide + reach)
     apart = moved * lines + inputs * outputs * taps
-    return 5 * apart < 4 * whole and (whole - apart) * group * size_of(x)[0] > _WORTH_KERNELS
+    return 3 * apart < 2 * whole and (whole - apart) * group * size_of(x)[0] > _WORTH_KERNELS
 
 
 def by_axis(e: Emitter, x: Value, dy: Value, window: Window, group: int) -> Value:
@@ -180,21 +180,29 @@ def by_axis(e: Emitter, x: Value, dy: Value, window: Window, group: int) -> Valu
     back, starts = np.arange(last)[::-1] * window.dilations[-1], np.arange(lines) * (wide + reach)
     along = _shared_places(e, f"moves {back.tolist(), lines, wide}", back, starts, np.arange(wide))
 
-    def of(some: int, x: Value, dy: Value) -> Value:
-        right = e.Gather(x, above, axis=1, shape=(some * inputs, taps, lines, wide))
-        left = e.Gather(dy, along, axis=1, shape=(some * outputs, last, lines * wide))
-        left = e.reshape(left, (some, outputs * last, lines * wide))
-        return product(e, left, e.reshape(right, (some, inputs * taps, lines * wide)), trans_b=True)
+    read = e.reshape(read, (batch * group, inputs * prod(sizes) * wide))
+    moved = e.reshape(moved, (batch * group, outputs * lines * (wide + reach)))
+
+    def of(start: int, end: int) -> Value:
+        x = e.reshape(_rows(e, read, start, end), ((end - start) * inputs, prod(sizes), wide))
+        dy = e.reshape(_rows(e, moved, start, end), ((end - start) * outputs, lines * (wide + reach)))
+        right = e.Gather(x, above, axis=1, shape=((end - start) * inputs, taps, lines, wide))
+        left = e.Gather(dy, along, axis=1, shape=((end - start) * outputs, last, lines * wide))
+        left = e.reshape(left, (end - start, outputs * last, lines * wide))
+        return product(e, left, e.reshape(right, (end - start, inputs * taps, lines * wide)), trans_b=True)
 
     most = min(max(1, _MOST_GATHERED // ((inputs * taps + outputs * last) * lines * wide)), _MOST_PRODUCTS)
-    some = [min(most, batch * group - start) for start in range(0, batch * group, most)]
-    read = e.reshape(read, (batch * group * inputs, prod(sizes), wide))
-    moved = e.reshape(moved, (batch * group * outputs, lines * (wide + reach)))
-    of_some = (pieces(e, v, 0, [n * each for n in some]) for v, each in ((read, inputs), (moved, outputs)))
-    parts = [of(*each) for each in zip(some, *of_some, strict=True)]
+    parts = [of(start, min(start + most, batch * group)) for start in range(0, batch * group, most)]
     whole, made = parts[0] if len(parts) == 1 else e.Concat(*parts, axis=0), (group * outputs, last, inputs, taps)
     dw = summed_to(e, e.reshape(whole, (batch, *made)), made, (batch, *made))
     return e.reshape(e.transpose(dw, [0, 2, 3, 1]), (group * outputs, inputs, *window.kernel))
+
+
+def _rows(e: Emitter, matrix: Value, start: int, end: int) -> Value:
+    """Some rows of a matrix; of all of them the matrix itself."""
+    if (start, end) == (0, size_of(matrix)[0]):
+        return matrix
+    return e.Slice(matrix, e.ints(start), e.ints(end), e.ints(0), shape=(end - start, size_of(matrix)[1]))
 
 
 def _leading(window: Window) -> Window:
