@@ -3,7 +3,8 @@
 onnxruntime (1.31, conv.cc) takes plans with tensor cores from cuDNN's list unless TF32 is allowed, whatever the element
 type. A 16-bit convolution then takes what is left, if anything is: on an H200 convolutions of ResNet-50 that step over
 positions took 0.7 to 0.8 ms backwards, and 0.07 to 0.11 ms with TF32 allowed. It changes nothing about 16-bit operands;
-but products of fp32 in the same session would be computed in TF32, so a session that has one keeps to fp32.
+but products of fp32 in the same session would be computed in TF32, so a session that has one keeps to fp32. Few of them
+are lowered to products of float64 (:mod:`amp_transpiler.passes.lowering.wide_products`).
 """
 
 from __future__ import annotations
@@ -12,13 +13,11 @@ from dataclasses import replace
 
 from amp_transpiler.ir.control import every_node
 from amp_transpiler.ir.opdef import flops_of
-from amp_transpiler.ir.types import FLOATS, HALF
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.passes.lowering.tensor_types import inferred, types_within
+from amp_transpiler.passes.lowering.wide_products import CONVOLUTIONS
 from amp_transpiler.runtime.session import Settings
-
-_CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
 
 
 def with_tensor_cores(settings: Settings, place: Place, lowered: Lowered) -> Settings:
@@ -28,11 +27,10 @@ def with_tensor_cores(settings: Settings, place: Place, lowered: Lowered) -> Set
 
 
 def needs_tensor_cores(lowered: Lowered) -> bool:
-    """Whether a lowered model has 16-bit convolutions, and no product of wider floats that TF32 would round."""
+    """Whether a lowered model has 16-bit convolutions, and no product of fp32, which TF32 would round."""
     graph = lowered.model.graph
     nodes = [node for node in every_node(graph.node) if flops_of(node.op_type, node.domain) is not None]
-    if not any(node.op_type in _CONVOLUTIONS for node in nodes):
+    if not any(node.op_type in CONVOLUTIONS for node in nodes):
         return False
     kinds = {name: kind for name, (kind, _) in types_within(inferred(lowered)).items()}
-    operands = {kinds.get(name) or "float32" for node in nodes for name in node.input[:2] if name}
-    return operands & FLOATS <= HALF
+    return "float32" not in {kinds.get(name) or "float32" for node in nodes for name in node.input[:2] if name}

@@ -22,6 +22,7 @@ from amp_transpiler.passes.lowering.fitting import fitted
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.place import Place, arithmetic_of, check_place
 from amp_transpiler.passes.lowering.wanted import Cores, Wanted
+from amp_transpiler.passes.lowering.wide_products import widened
 from amp_transpiler.passes.numerics.mixed_norms import MixedNorms
 from amp_transpiler.passes.pipeline import Context, Pass, Pipeline, Property, Value, apply_to_copy, option
 
@@ -94,7 +95,8 @@ class Emit(Pass):
 
     def run(self, graph: Graph, context: Context) -> bool:
         lowered = emit(graph, self.place, context.get(FEED_SHAPES) or {}, context.get(WANTED, Wanted()))
-        context[LOWERED] = fitted(lowered) if place_traits(self.place).bodies else lowered
+        changed = fitted(lowered) if place_traits(self.place).bodies else lowered
+        context[LOWERED] = widened(changed) if self.place == "cuda" else changed
         return False
 
 
