@@ -17,7 +17,7 @@ import numpy as np
 from amp_transpiler.conversion.conversion_options import OPTIONS
 from amp_transpiler.conversion.declared_shapes import shape_of, shape_value
 from amp_transpiler.conversion.file_room import Room, connected
-from amp_transpiler.conversion.one_session import ran
+from amp_transpiler.conversion.one_session import ran, range_of
 from amp_transpiler.conversion.open_reshapes import infer_open_sizes
 from amp_transpiler.conversion.protected import converted, protected
 from amp_transpiler.errors import GraphError
@@ -39,8 +39,9 @@ from amp_transpiler.passes.view.constants import content
 from amp_transpiler.passes.view.typing import programs
 from amp_transpiler.runtime.budget import Budget, within
 
-#: Bytes of the largest tensor that is read or computed, and of all that one program computes.
-LARGEST, MOST = 16 << 20, 256 << 20
+#: Bytes of the largest tensor that is read or computed, and of all that one program computes; one with large constants
+#: so many times what they take, up to another limit.
+LARGEST, MOST, MOST_OF_ALL, _TIMES = 16 << 20, 256 << 20, 1 << 30, 8
 #: Multiplications of the largest product that is computed.
 _WORK = 1 << 28
 #: Seconds that one run may take.
@@ -149,7 +150,7 @@ class _Folding:
         self.leaves: dict[Variable, np.ndarray | None] = {}
         self.folded: dict[Operator, None] = {}
         self.pending: dict[Operator, None] = {}
-        self.left = MOST
+        self.left, self.bounded = MOST, False
         #: Operators by their place in the program, those that nothing is left to ask of, and those to be asked anew.
         self.place: dict[Operator, int] = {}
         self.settled: set[Operator] = set()
@@ -265,18 +266,10 @@ class _Folding:
 
     def _count(self, op: Operator, ends: Sequence[np.ndarray]) -> None:
         """Compute a Range. Its operands may have a dimension, which ONNX refuses where they are constants."""
-        out = op.outputs[0]
-        if out is None or len(ends) != 3 or any(end.size != 1 for end in ends):
-            return
-        first, last, step = (end.reshape(-1) for end in ends)
-        if not np.isfinite([*first, *last, *step]).all() or not step[0]:
-            return
-        count = max(math.ceil((float(last[0]) - float(first[0])) / float(step[0])), 0)
-        if count * first.itemsize > LARGEST:
-            return
-        terms = np.concatenate([first, np.repeat(step, max(count - 1, 0))])[:count]
-        self._put(out, np.add.accumulate(terms, dtype=first.dtype))  # adding up, as onnxruntime does
-        self.folded[op] = None
+        terms, out = range_of(ends, LARGEST), op.outputs[0]
+        if terms is not None and out is not None:
+            self._put(out, terms)
+            self.folded[op] = None
 
     def _sized(self, op: Operator, read: Sequence[Variable], waits: bool) -> bool:
         """Let the operator be computed if its size is known and small; whether that is settled."""
@@ -298,6 +291,8 @@ class _Folding:
                 shape = (math.prod(self.known.arrays[read[0]].shape), max(self.known.arrays[read[0]].ndim, 1))
             size = max(size, byte_size(dtype, [int(d or 0) for d in shape]))
         self.left -= size * len(op.outputs)
+        if self.left < 0 and not self.bounded:
+            self.left, self.bounded = self.left + max(0, min(_TIMES * self._held(), MOST_OF_ALL) - MOST), True
         if size > LARGEST or self.left < 0 or self._work(op, read, size) > _WORK:
             return True
         self.pending[op] = None
@@ -354,8 +349,7 @@ class _Folding:
         return True
 
     def _spare(self) -> Room:
-        total = sum(byte_size(*tensor_type(v.data)) for v in self.program.variables if v.data is not None)
-        spare = Room(total // _GROWTH + _NODE * len(self.folded))
+        spare = Room(self._held() // _GROWTH + _NODE * len(self.folded))
         for op in self.folded:
             for made in (v.producer for v in op.inputs if v is not None):
                 if made in self.folded:
@@ -368,6 +362,10 @@ class _Folding:
             if array is not None and readers and all(r in self.folded for r in readers):
                 spare.add(readers[0], array.nbytes)
         return spare
+
+    def _held(self) -> int:
+        """Bytes of the constants."""
+        return sum(byte_size(*tensor_type(v.data)) for v in self.program.variables if v.data is not None)
 
 
 def _constant(variable: Variable) -> np.ndarray | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -54,3 +55,17 @@ def _node(op: Operator) -> onnx.NodeProto:
     )
     node.attribute.extend(op.attrs.protos())
     return node
+
+
+def range_of(ends: Sequence[np.ndarray], most: int) -> np.ndarray | None:
+    """The terms of a Range by its operands; None where they are no numbers, or the terms take over ``most`` bytes."""
+    if len(ends) != 3 or any(end.size != 1 for end in ends):
+        return None
+    first, last, step = (end.reshape(-1) for end in ends)
+    if not np.isfinite([*first, *last, *step]).all() or not step[0]:
+        return None
+    count = max(math.ceil((float(last[0]) - float(first[0])) / float(step[0])), 0)
+    if count * first.itemsize > most:
+        return None
+    terms = np.concatenate([first, np.repeat(step, max(count - 1, 0))])[:count]
+    return np.add.accumulate(terms, dtype=first.dtype)  # adding up, as onnxruntime does

@@ -7,6 +7,7 @@ import onnx
 import pytest
 
 import amp_transpiler as amp
+from amp_transpiler.conversion import fold_constants
 from amp_transpiler.passes.canonicalize.simplify import remove_identities
 from tests.helpers.sessions import run, session
 
@@ -108,6 +109,19 @@ def test_what_would_be_large_is_not_computed(line: str, bytes_: str) -> None:
     }}"""
     after = amp.convert(model(text)).to_onnx()
     assert {"Expand", "ConstantOfShape", "Range"} & set(types(after)) and after.ByteSize() < 4000
+
+
+@pytest.mark.parametrize(("most_of_all", "left"), [(1 << 20, 0), (3000, 2)], ids=["as its weights ask", "at most"])
+def test_the_more_weights_the_more_is_computed(most_of_all: int, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standardised weights of a large model are weights; what a small model asks for is bounded."""
+    monkeypatch.setattr(fold_constants, "MOST", 2500)
+    monkeypatch.setattr(fold_constants, "MOST_OF_ALL", most_of_all)
+    numbers = ", ".join(f"{value:.3f}" for value in np.random.default_rng(0).normal(size=256))
+    text = f"""(float[N, 16] x) => (float[N, 16] y) <float[16, 16] w = {{{numbers}}}> {{
+        m = ReduceMean<axes = [1]>(w)  c = Sub(w, m)  q = Mul(c, c)  v = ReduceMean<axes = [1]>(q)  d = Sqrt(v)  s = Div(c, d)
+        t = Transpose(s)  y = MatMul(x, t) }}"""
+    made = types(converted(text))
+    assert len(made) == 1 + left, made
 
 
 def test_a_file_does_not_grow() -> None:
