@@ -16,6 +16,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.passes.canonicalize.matching import maker, reduced_axes, remove, squares
 from amp_transpiler.passes.view.constants import content
 from amp_transpiler.passes.view.of_type import of_type
@@ -71,7 +72,7 @@ def _write(rows: _Rows) -> None:
     steps = [(type_, v) for type_, v, idle in (("Mul", rows.scale, 1), ("Add", rows.bias, 0)) if not _is(v, idle)]
     name, attrs = last.name, {"axis": 2, "epsilon": last.attrs.get("epsilon", 1e-5)}
     remove(last, {x, *(weight for _, weight in steps)})
-    ones = program.add_constant(f"{made.name}.ones", np.ones(shape[2:], np.float32))
+    ones = program.add_constant(f"{made.name}.ones", np.ones(shape[2:], numpy_dtype(x.dtype or "float32")))
     out = program.new_variable(made.name, made.dtype, shape) if steps else made
     program.add_operator("LayerNormalization", [x, ones], [out], attrs=attrs, name=name, like=last)
     for index, (type_, weight) in enumerate(steps):

@@ -29,7 +29,8 @@ _LEAST_SHARE = 1000
 def widened(lowered: Lowered) -> Lowered:
     """The same, changed in place where tensor cores are to be had by it."""
     graph = lowered.model.graph
-    if all(node.op_type not in CONVOLUTIONS for node in graph.node):
+    narrow = any(value.dtype in HALF for value in lowered.tensors.values())
+    if not narrow or all(node.op_type not in CONVOLUTIONS for node in graph.node):
         return lowered
     light = inferred(lowered)
     types = types_within(light)
@@ -39,9 +40,9 @@ def widened(lowered: Lowered) -> Lowered:
         return lowered
     products = [kernel for kernel in kernels if kernel.flops]
     wide = [kernel for kernel in products if kernel.dtype == "float32"]
-    narrow = sum(k.flops * k.times for k in products if k.type in CONVOLUTIONS and k.dtype in HALF)
+    convolved = sum(k.flops * k.times for k in products if k.type in CONVOLUTIONS and k.dtype in HALF)
     alone = all(graph.node[kernel.node].op_type == kernel.type in _PRODUCTS for kernel in wide)
-    if wide and alone and narrow >= _LEAST_SHARE * sum(kernel.flops for kernel in wide):
+    if wide and alone and convolved >= _LEAST_SHARE * sum(kernel.flops for kernel in wide):
         _widen(lowered, {kernel.node for kernel in wide}, types)
     return lowered
 
