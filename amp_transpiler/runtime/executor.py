@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -58,7 +58,6 @@ from amp_transpiler.runtime.shards import Sent, run_updates, settle
 from amp_transpiler.runtime.staging import Prefetch, staged
 from amp_transpiler.runtime.startup_run import startup_parts, startup_settings
 from amp_transpiler.runtime.states import fetched_state
-from amp_transpiler.runtime.tensor_cores import with_tensor_cores
 from amp_transpiler.warn import warn_user
 
 
@@ -319,7 +318,7 @@ class Executor:
         lowered = lower(program, at.kind, tensors_fed, fetches, updates, (), others, True, arithmetic_of(at), cores)
         in_place = bool(lowered.updates) and not plan.initialises and place_traits(self.place.kind).in_place
         settings = startup_settings(self.settings, program, self.place) if plan.initialises else self.settings
-        settings = with_tensor_cores(settings, at, lowered)
+        settings = replace(settings, tf32=settings.tf32 or lowered.tensor_cores)
         if settings.cuda_graph:
             check_capturable(lowered, program.name)
         startup = program.startup.name if program.startup is not None else ""

@@ -13,7 +13,6 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.lowering.cost_estimate import count_kernels
-from amp_transpiler.runtime.tensor_cores import needs_tensor_cores
 from tests.helpers.placement import needs_placement_tool, place
 from tests.passes.test_lowerings_agree import agree
 
@@ -51,7 +50,7 @@ def test_a_head_outside_the_guard_is_computed_in_float64() -> None:
     lowered = made.main.lower(amp.CUDAPlace(0), fetches=[made.loss])
     onnx.checker.check_model(lowered.model)
     assert types_of_products(made) <= {"float64", "float16"} and "float64" in types_of_products(made)
-    assert needs_tensor_cores(lowered)
+    assert lowered.tensor_cores
     names = [name for node in lowered.model.graph.node for name in node.output if name]
     assert len(names) == len(set(names)) and len(lowered.origins) <= len(lowered.model.graph.node)
     casts = [
@@ -81,7 +80,7 @@ def test_it_is_on_cuda_and_can_be_captured(tmp_path: Path) -> None:
 def test_elsewhere_products_stay_fp32(options: dict[str, Any], kinds: set[str]) -> None:
     made = net(**options)
     assert types_of_products(made) <= kinds and "float32" in types_of_products(made)
-    assert not needs_tensor_cores(made.main.lower(amp.CUDAPlace(0), fetches=[made.loss]))
+    assert not made.main.lower(amp.CUDAPlace(0), fetches=[made.loss]).tensor_cores
 
 
 def test_on_cpu_nothing_is_float64() -> None:

@@ -10,7 +10,6 @@ import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.lowering.memory_estimate import lower_sized
 from amp_transpiler.runtime import executor
-from amp_transpiler.runtime.tensor_cores import needs_tensor_cores
 from tests.benchmarks.gpu import feeds
 from tests.helpers.benchmark_programs import training
 
@@ -30,7 +29,7 @@ def lowered(main: amp.Program, loss: amp.Variable) -> Any:
 )
 def test_of_training_steps(net: str, mode: str, needs: bool) -> None:
     main, _, loss, _ = training(net, mode)
-    assert needs_tensor_cores(lowered(main, loss)) == needs
+    assert lowered(main, loss).tensor_cores == needs
 
 
 def test_a_product_of_fp32_is_not_rounded() -> None:
@@ -41,7 +40,7 @@ def test_a_product_of_fp32_is_not_rounded() -> None:
             pooled = F.mean(amp.nn.conv2d(image, 8, 3), axis=[2, 3])
         loss = F.mean(amp.nn.fc(pooled, 1))
         amp.decorate(amp.optimizer.SGD(0.1), use_pure_fp16=True).minimize(loss, startup)
-    assert not needs_tensor_cores(lowered(main, loss))
+    assert not lowered(main, loss).tensor_cores
 
 
 def test_the_executor_asks_for_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,8 @@ class Lowered:
     (None: none; nodes at the end are left out); ``inner`` says that of nodes in nested graphs, by what they make,
     and which operator hands in a 16-bit input of such a graph. ``joined_through`` says of tensors that are part of a
     flat one, and perhaps not in the model by themselves, which one that is, and what each was made of. ``given`` has
-    tensors of known shape that a node makes whose inputs say that shape.
+    tensors of known shape that a node makes whose inputs say that shape. ``tensor_cores``: it has 16-bit
+    convolutions on CUDA, and nothing that TF32 would round.
     """
 
     model: onnx.ModelProto
@@ -63,6 +64,7 @@ class Lowered:
     inner: dict[str, Operator] = field(default_factory=dict)
     joined_through: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     given: dict[str, Value] = field(default_factory=dict)
+    tensor_cores: bool = False
 
     def to_onnx(self, path: str) -> None:
         """Write the model; it appears whole or not at all."""

@@ -1,9 +1,11 @@
 """Few fp32 products beside many 16-bit convolutions, on CUDA: they are computed in float64.
 
-cuDNN's tensor cores are for a session that allows TF32 (:mod:`amp_transpiler.runtime.tensor_cores`), which would round
-the operands of an fp32 product in the same session, such as a head outside ``fp16_guard``, to ten bits. One in float64
-it leaves alone. GPUs compute in float64 up to 64 times slower than in fp32: so that is for products that are next to
-nothing beside the convolutions.
+onnxruntime (1.31, conv.cc) takes plans with tensor cores from cuDNN's list unless TF32 is allowed, whatever the element
+type. A 16-bit convolution then takes what is left, if anything is: on an H200 convolutions of ResNet-50 that step over
+positions took 0.7 to 0.8 ms backwards, and 0.07 to 0.11 ms with TF32 allowed. That changes nothing about 16-bit
+operands, but would round those of an fp32 product in the same session, such as a head outside ``fp16_guard``, to ten
+bits. One in float64 it leaves alone. GPUs compute in float64 up to 64 times slower than in fp32: so that is for
+products that are next to nothing beside the convolutions.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from itertools import zip_longest
 import onnx
 
 from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.control import every_node
 from amp_transpiler.ir.infer import type_proto
+from amp_transpiler.ir.opdef import flops_of
 from amp_transpiler.ir.types import HALF, ONNX_TYPES
 from amp_transpiler.passes.lowering.kernels import Types, kernels_of
 from amp_transpiler.passes.lowering.lowered import Lowered
@@ -27,24 +31,32 @@ _LEAST_SHARE = 1000
 
 
 def widened(lowered: Lowered) -> Lowered:
-    """The same, changed in place where tensor cores are to be had by it."""
-    graph = lowered.model.graph
+    """The same, changed in place where tensor cores are to be had by it; it says whether they are."""
+    nodes = [node for node in every_node(lowered.model.graph.node) if flops_of(node.op_type, node.domain) is not None]
     narrow = any(value.dtype in HALF for value in lowered.tensors.values())
-    if not narrow or all(node.op_type not in CONVOLUTIONS for node in graph.node):
+    if not narrow or all(node.op_type not in CONVOLUTIONS for node in nodes):
         return lowered
-    light = inferred(lowered)
-    types = types_within(light)
-    try:
-        kernels, _ = kernels_of(lowered, light, types)
-    except GraphError:  # of sizes that are not known
-        return lowered
-    products = [kernel for kernel in kernels if kernel.flops]
-    wide = [kernel for kernel in products if kernel.dtype == "float32"]
-    convolved = sum(k.flops * k.times for k in products if k.type in CONVOLUTIONS and k.dtype in HALF)
-    alone = all(graph.node[kernel.node].op_type == kernel.type in _PRODUCTS for kernel in wide)
-    if wide and alone and convolved >= _LEAST_SHARE * sum(kernel.flops for kernel in wide):
-        _widen(lowered, {kernel.node for kernel in wide}, types)
+    graph = inferred(lowered)
+    types = types_within(graph)
+    kinds = {types[name][0] if name in types else "float32" for node in nodes for name in node.input[:2] if name}
+    lowered.tensor_cores = "float32" not in kinds or _changed(lowered, graph, types)
     return lowered
+
+
+def _changed(lowered: Lowered, graph: onnx.GraphProto, types: Types) -> bool:
+    """Whether the fp32 products were few beside 16-bit convolutions, and are of float64 now."""
+    try:
+        kernels, _ = kernels_of(lowered, graph, types)
+    except GraphError:  # of sizes that are not known
+        return False
+    products = [kernel for kernel in kernels if kernel.flops]
+    wide = [kernel for kernel in products if kernel.dtype not in HALF]
+    convolved = sum(k.flops * k.times for k in products if k.type in CONVOLUTIONS and k.dtype in HALF)
+    alone = all(lowered.model.graph.node[kernel.node].op_type == kernel.type in _PRODUCTS for kernel in wide)
+    few = convolved >= _LEAST_SHARE * sum(kernel.flops for kernel in wide)
+    if wide and alone and few:
+        _widen(lowered, {kernel.node for kernel in wide if kernel.dtype == "float32"}, types)
+    return bool(wide) and alone and few
 
 
 def _widen(lowered: Lowered, chosen: set[int], types: Types) -> None:
