@@ -26,7 +26,7 @@ _FEW_CHANNELS = 16
 _MOST_UNFOLDED = 2**24
 #: On a GPU, elements that are gathered at once (256 MiB in 16 bit).
 _MOST_GATHERED = 2**27
-#: As many products does one kernel of cuBLAS take.
+#: So many products at once: a grid of CUDA has no more blocks along its third axis.
 _MOST_PRODUCTS = 2**16 - 1
 #: So many elements are worth three kernels more; a GPU gathers 240 a nanosecond (measured).
 _WORTH_KERNELS = 2**22

@@ -23,7 +23,7 @@ from amp_transpiler.passes.lowering.kernels import Types, kernels_of
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.tensor_types import inferred, types_within
 
-CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
+_CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
 #: What has a kernel of float64 there.
 _PRODUCTS = frozenset({"MatMul", "Gemm", "FusedMatMul"})
 #: The arithmetic of convolutions is so many times that of the fp32 products at least.
@@ -34,7 +34,7 @@ def widened(lowered: Lowered) -> Lowered:
     """The same, changed in place where tensor cores are to be had by it; it says whether they are."""
     nodes = [node for node in every_node(lowered.model.graph.node) if flops_of(node.op_type, node.domain) is not None]
     narrow = any(value.dtype in HALF for value in lowered.tensors.values())
-    if not narrow or all(node.op_type not in CONVOLUTIONS for node in nodes):
+    if not narrow or all(node.op_type not in _CONVOLUTIONS for node in nodes):
         return lowered
     graph = inferred(lowered)
     types = types_within(graph)
@@ -51,12 +51,12 @@ def _changed(lowered: Lowered, graph: onnx.GraphProto, types: Types) -> bool:
         return False
     products = [kernel for kernel in kernels if kernel.flops]
     wide = [kernel for kernel in products if kernel.dtype not in HALF]
-    convolved = sum(k.flops * k.times for k in products if k.type in CONVOLUTIONS and k.dtype in HALF)
+    convolved = sum(k.flops * k.times for k in products if k.type in _CONVOLUTIONS and k.dtype in HALF)
     alone = all(lowered.model.graph.node[kernel.node].op_type == kernel.type in _PRODUCTS for kernel in wide)
-    few = convolved >= _LEAST_SHARE * sum(kernel.flops for kernel in wide)
-    if wide and alone and few:
+    done = bool(wide) and alone and convolved >= _LEAST_SHARE * sum(kernel.flops for kernel in wide)
+    if done:
         _widen(lowered, {kernel.node for kernel in wide if kernel.dtype == "float32"}, types)
-    return bool(wide) and alone and few
+    return done
 
 
 def _widen(lowered: Lowered, chosen: set[int], types: Types) -> None:
