@@ -10,6 +10,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.passes.canonicalize.fuse_norm import fuse_layer_norms
 from amp_transpiler.passes.canonicalize.hypotenuses import write_hypotenuses
 from amp_transpiler.passes.canonicalize.root_mean_squares import write_as_norms
+from amp_transpiler.passes.canonicalize.shares import write_shares
 from amp_transpiler.passes.canonicalize.simplify import remove_dead
 from amp_transpiler.passes.canonicalize.unit_vectors import write_unit_vectors
 from amp_transpiler.passes.pipeline import Context, Pass, Property
@@ -21,7 +22,8 @@ _LAYER_NORM = 17
 
 @dataclass(frozen=True)
 class WriteNorms(Pass):
-    """Norms, mean squares, magnitudes and lengths that are written out become operators that compute in fp32 inside."""
+    """Norms, mean squares, magnitudes and lengths that are written out become operators that compute in fp32 inside,
+    and floors under the sum of shares numbers of float16."""
 
     name = "write-norms"
     needs = (Property.TYPED, Property.CONSTANTS, OPTIONS)
@@ -39,6 +41,7 @@ class WriteNorms(Pass):
             if options.dtype == "float16" and options.numeric_guards:  # bfloat16 has too few digits for a whole row
                 write_as_norms(each, names, keep)
                 write_unit_vectors(each, names, keep)
+                write_shares(each, names, keep)
                 write_hypotenuses(each, names, keep)
         if graph.version != before:
             remove_dead(graph, names, keep)

@@ -25,6 +25,9 @@ NORMS = {
     "without a scale": ROOT + "y = Div(x, r) }",
     "of which the scale is a sum": ROOT + "n = Div(x, r)  h = Add(g, one)  y = Mul(n, h) }",
     "whose quotient is read twice": ROOT + "n = Div(x, r)  p = Mul(g, n)  y = Add(p, n) }",
+    "of a sum": ROOT.replace("ReduceMean", "ReduceSum") + "i = Reciprocal(r)  y = Mul(x, i) }",
+    "of a sum, and a scale": ROOT.replace("ReduceMean", "ReduceSum") + "n = Div(x, r)  y = Mul(n, g) }",
+    "of a sum over two dimensions": ROOT.replace("ReduceMean", "ReduceSum").replace("last", "both") + "y = Div(x, r) }",
     "with a scale of another size": ROOT + "n = Div(x, r)  y = Mul(wide, n) }",
 }
 OTHERS = {

@@ -16,8 +16,9 @@ FORMS = {
 }
 
 
-def rms(form: str, epsilon: float, opset: int, weight: bool = True) -> onnx.ModelProto:
-    mean = "m = ReduceMean(s, ax)" if opset >= 18 else "m = ReduceMean<axes = [-1]>(s)"
+def rms(form: str, epsilon: float, opset: int, weight: bool = True, reduction: str = "ReduceMean") -> onnx.ModelProto:
+    axes_are_read = opset >= (18 if reduction == "ReduceMean" else 13)
+    mean = f"m = {reduction}(s, ax)" if axes_are_read else f"m = {reduction}<axes = [-1]>(s)"
     last = "y = Mul(n, w)" if weight else "y = Identity(n)"
     values = ", ".join(map(str, np.linspace(0.5, 2, 64)))
     text = f"""<ir_version: 8, opset_import: ["" : {opset}]> g (float[N, 5, 64] x) => (float[N, 5, 64] y)
@@ -52,6 +53,22 @@ def test_rms_norms(form: str, opset: int, weight: bool) -> None:
     x[0, 1, 3], x[0, 2] = 60000, 65504 / 10
     (got,) = faithful(program, {"x": x})
     np.testing.assert_allclose(got, exact(x, 1e-6, weight), rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("opset", [10, 13, 20])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_sum_of_squares_and_an_epsilon(form: str, opset: int) -> None:
+    """As gated delta nets write the lengths of queries and keys."""
+    program = amp.convert(rms(form, 1e-4, opset, weight=False, reduction="ReduceSum"))
+    assert sum(op.type == "Cast" for op in program.walk()) == 2
+    assert not any(op.type in ("Pow", "Sqrt", "Reciprocal") for op in program.walk())
+    rng = np.random.default_rng(0)
+    for size in (1.0, 1e-2, 1000.0):
+        x = (rng.standard_normal((2, 5, 64)) * size).astype(np.float16).astype(np.float32)
+        (got,) = faithful(program, {"x": x})
+        wide = x.astype(np.float64)
+        wanted = wide / np.sqrt((wide**2).sum(-1, keepdims=True) + 1e-4)
+        assert np.median(np.abs(got - wanted) / np.abs(wanted)) < 5e-4, size
 
 
 def test_an_epsilon_that_float16_loses_keeps_the_norm_as_it_is() -> None:

@@ -12,7 +12,7 @@ from amp_transpiler.passes.canonicalize.unit_vectors import write_unit_vectors
 from tests.helpers.sessions import run
 
 CONSTANTS = """int64[1] last = {-1}, int64[1] places = {2}, float eps = {1e-12}, float root = {0.5}, float two = {2},
-    float wide = {0.25}, int64[3] shape = {2, 5, 8}, float one = {1}"""
+    float wide = {0.25}, float tiny = {1e-20}, float some = {1e-6}, int64[3] shape = {2, 5, 8}, float one = {1}"""
 FORMS = {
     "a norm": "l = ReduceL2(x, last)  y = Div(x, l)",
     "normalize": "l = ReduceL2(x, last)  c = Clip(l, eps)  e = Expand(c, shape)  y = Div(x, e)",
@@ -23,6 +23,8 @@ FORMS = {
     "a sum of squares": "s = ReduceSumSquare(x, last)  l = Sqrt(s)  y = Div(x, l)",
     "a floor under the root": """q = Mul(x, x)  s = ReduceSum(q, last)  c = Max(s, eps)  l = Sqrt(c)  r = Reciprocal(l)
         y = Mul(x, r)""",
+    "an epsilon that is added": """q = Mul(x, x)  s = ReduceSum(q, last)  c = Add(s, tiny)  l = Sqrt(c)  r = Reciprocal(l)
+        y = Mul(r, x)""",
     "an inverse": "l = ReduceL2(x, last)  c = Max(l, eps)  r = Reciprocal(c)  y = Mul(r, x)",
 }
 RNG = np.random.default_rng(0)
@@ -43,7 +45,7 @@ def written(text: str) -> amp.Program:
 @pytest.mark.parametrize("form", FORMS)
 def test_a_vector_by_its_length_is_16_bit(form: str) -> None:
     model, x = net(FORMS[form]), X.copy()
-    if "wide" in FORMS[form] or "eps" in FORMS[form]:
+    if any(floor in FORMS[form] for floor in ("wide", "eps", "tiny")):
         x[1, 4] = 0
     expected = run(model, {"x": x})[0]
     assert np.allclose(run(written(FORMS[form]).to_onnx(), {"x": x})[0], expected, rtol=1e-6, atol=1e-7)
@@ -72,6 +74,8 @@ OTHERS = {
     "no root": "q = Mul(x, x)  s = ReduceSum(q, last)  y = Div(x, s)",
     "two roots": "l = ReduceL2(x, last)  r = Sqrt(l)  y = Div(x, r)",
     "a product of two": "n = Neg(x)  q = Mul(x, n)  s = ReduceSum(q, last)  a = Abs(s)  l = Sqrt(a)  y = Div(x, l)",
+    "an epsilon that counts": "q = Mul(x, x)  s = ReduceSum(q, last)  c = Add(s, some)  l = Sqrt(c)  y = Div(x, l)",
+    "an epsilon behind the root": "l = ReduceL2(x, last)  c = Add(l, tiny)  y = Div(x, c)",
     "a ceiling": "l = ReduceL2(x, last)  c = Clip(l, eps, one)  y = Div(x, c)",
     "every element": "l = ReduceL2 <keepdims = 1> (x)  y = Div(x, l)",
 }

@@ -2,11 +2,13 @@
 
 Written out, the square, the mean and the root need fp32 tensors of the size of the activation, and so do their
 gradients. SimplifiedLayerNormalization, onnxruntime's name of what ONNX has as RMSNormalization from opset 23 on, reads
-and writes 16 bit and computes in fp32 inside. What is saved for inference has it written out again.
+and writes 16 bit and computes in fp32 inside. What is saved for inference has it written out again. Divided by the
+root of a sum of n squares and an epsilon, x is such a norm with ``epsilon / n``, times ``1 / sqrt(n)``.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,16 +34,19 @@ _STANDS_FOR = "Mul Pow ReduceMean Sqrt Reciprocal Div"
 
 @dataclass(frozen=True)
 class _Norm:
-    """The last operator of what was found, what is normalised, over the last of its dimensions, and the epsilon."""
+    """The last operator of what was found, what is normalised, over the last of its dimensions, the epsilon, and what
+    all is multiplied with."""
 
     last: Operator
     x: Variable
     size: Shape
     epsilon: float
+    factor: float
 
 
 def fuse_rms_norms(program: Graph) -> list[str]:
-    """Put one operator in the place of each ``x / sqrt(mean(x * x) + epsilon) * scale`` over the last dimensions."""
+    """Put one operator in the place of each ``x / sqrt(mean(x * x) + epsilon) * scale`` over the last dimensions, and
+    of those with a sum in the mean's place."""
     count = 0
     for root in of_type(program, "Sqrt"):
         found = None if root.outputs[0] is None or root.outputs[0].producer is not root else _found(root)
@@ -53,7 +58,7 @@ def fuse_rms_norms(program: Graph) -> list[str]:
 
 def _found(root: Operator) -> _Norm | None:
     summed, epsilon = added_number(root.input(0))
-    mean = maker(summed, "ReduceMean")
+    mean = maker(summed, "ReduceMean") or maker(summed, "ReduceSum")
     square = None if mean is None else maker(mean.input(0), "Pow") or maker(mean.input(0), "Mul")
     if mean is None or square is None or epsilon is None or not squares(square):
         return None
@@ -63,9 +68,11 @@ def _found(root: Operator) -> _Norm | None:
     shape = x.shape or ()
     size = shape[len(shape) - len(axes) :]
     last = _quotient(x, root)
-    if last is None or axes != list(range(len(shape) - len(axes), len(shape))) or static(size) is None or 0 in size:
+    sizes = static(size)
+    if last is None or axes != list(range(len(shape) - len(axes), len(shape))) or sizes is None or 0 in sizes:
         return None
-    return _Norm(last, x, size, epsilon)
+    count = math.prod(sizes) if mean.type == "ReduceSum" else 1
+    return _Norm(last, x, size, epsilon / count, 1 / math.sqrt(count))
 
 
 def _quotient(x: Variable, root: Operator) -> Operator | None:
@@ -92,10 +99,10 @@ def _fuse(norm: _Norm) -> None:
     if len(made.readers) == 1 and made not in program.outputs:
         (reader,) = (op for op, _ in made.readers)
         other = None if reader.domain else factor(reader, made)
-        if other is not None and other.shape == norm.size and other.dtype == made.dtype:
+        if norm.factor == 1 and other is not None and other.shape == norm.size and other.dtype == made.dtype:
             last, scale = reader, other
     if scale is None:
-        scale = program.add_constant(f"{made.name}.ones", np.ones(norm.size, np.float32))
+        scale = program.add_constant(f"{made.name}.scale", np.full(norm.size, norm.factor, np.float32))
     out, attrs = last.outputs[0], {"axis": -len(norm.size), "epsilon": norm.epsilon}
     remove(last, {norm.x, scale})
     op = program.add_operator(TYPE, [norm.x, scale], [out], attrs=attrs, name=last.name, like=last)

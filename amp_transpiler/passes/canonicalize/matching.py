@@ -10,6 +10,9 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.passes.view.constants import content
 
+#: The least number of float16.
+LEAST_HALF = 2.0**-24
+
 
 def maker(variable: Variable | None, type_: str) -> Operator | None:
     """The operator of this type that makes the variable."""
@@ -45,6 +48,21 @@ def only_reader(variable: Variable | None) -> Operator | None:
     if variable is None or len(variable.readers) != 1 or variable in variable.program.outputs:
         return None
     return variable.readers[0][0]
+
+
+def alone(variable: Variable | None, types: tuple[str, ...], names: frozenset[str]) -> Operator | None:
+    """The operator of one of the types that makes what one operator alone reads, and no name protects."""
+    op = None if variable is None else variable.producer
+    if variable is None or op is None or op.domain or op.type not in types or variable.name in names:
+        return None
+    return op if only_reader(variable) is not None else None
+
+
+def lower_bound(op: Operator) -> float | None:
+    """The lower bound of a Clip that has no other."""
+    if op.input(2) is not None or op.attrs.get("max", math.inf) < 3e38:
+        return None
+    return number(op.input(1)) if op.input(1) is not None else op.attrs.get("min")
 
 
 def squares(op: Operator) -> bool:

@@ -3,7 +3,8 @@
 Written out, ``sqrt(mean(x * x) + epsilon)`` needs fp32 tensors: a square leaves float16 beyond 255. ReduceL2 reads and
 writes 16 bit and squares in fp32, and its result leaves the format no sooner than a vector does. The epsilon comes in
 as one more element of the vector: ``sqrt(L2(x)**2 + n * epsilon)`` is the norm of ``(L2(x), sqrt(n * epsilon))``, and
-the factor ``1 / sqrt(n)`` goes into the weight of the norm where there is one.
+the factor ``1 / sqrt(n)`` goes into the weight of the norm where there is one. A sum and an epsilon under a root are a
+mean over one; without an epsilon they are a length (:mod:`.unit_vectors`).
 """
 
 from __future__ import annotations
@@ -24,17 +25,20 @@ from amp_transpiler.passes.view.of_type import of_type
 
 #: The largest weight that takes the root of a count in; a larger product would come near the end of float16.
 _LARGE = 1024.0
+#: A root of an epsilon that is less is lost in float16.
+LEAST_ROOT = 1e-6
 #: What reads a mean square so that the digits of a small one count.
 _DELICATE = frozenset({"Add", "Sub", "Sqrt", "Pow", "Log", "Max", "Clip", "Div", "Reciprocal"})
 
 
 def write_as_norms(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> int:
-    """Rewrite roots of mean squares and mean squares over a known number of elements, in place; how many.
+    """Rewrite roots of mean squares and mean squares over a known number of elements, and roots of a sum of squares
+    and an epsilon, in place; how many.
 
     Variables among ``names`` and operators of ``keep`` stay what they are.
     """
     count = 0
-    for mean in of_type(program, "ReduceMean"):
+    for mean in of_type(program, "ReduceMean", "ReduceSum"):
         made = mean.output(0)
         if made is None or made.producer is not mean:
             continue
@@ -45,13 +49,14 @@ def write_as_norms(program: Graph, names: frozenset[str], keep: frozenset[Operat
         x = square.inputs[0]
         if x is None or x.dtype != "float32" or x.shape is None:
             continue
-        sizes = static(tuple(x.shape[axis] for axis in axes))
+        summed = mean.type == "ReduceSum"
+        sizes = (1,) if summed else static(tuple(x.shape[axis] for axis in axes))
         if sizes is None or 0 in sizes:
             continue
         found = _Found(program, x, square, mean, axes, math.prod(sizes))
         if not found.may_go(names, keep):
             continue
-        count += found.rewrite_root() or found.rewrite_mean()
+        count += found.rewrite_root(epsilon_needed=summed) or (not summed and found.rewrite_mean())
     return count
 
 
@@ -74,22 +79,22 @@ class _Found:
         alone = len(squared.readers) == 1 and not (names & {squared.name, self.made.name})
         return alone and not keep & {self.square, self.mean} and self.made not in self.program.outputs
 
-    def rewrite_root(self) -> bool:
+    def rewrite_root(self, epsilon_needed: bool) -> bool:
         """Write the root of the mean square, and of an epsilon, as a norm."""
         root, epsilon = self._root()
-        if root is None or not self.kept or root.outputs[0] is None:
+        if root is None or not self.kept or root.outputs[0] is None or (epsilon_needed and not epsilon):
             return False
         out = root.outputs[0]
         readers = [op for op, _ in out.readers]
         if out in self.program.outputs or not readers or any(isinstance(s, str) for _, s in out.readers):
             return False
-        if epsilon and math.sqrt(epsilon * self.count) < 1e-6:  # lost in float16
+        if epsilon and math.sqrt(epsilon * self.count) < LEAST_ROOT:
             return False
         norm = self._norm(self.x, self.axes, self.made.shape)
         if epsilon:
             norm = self._norm(self._padded(norm, math.sqrt(epsilon * self.count)), self.axes[-1:], self.made.shape)
         quotients = self._quotients(out)
-        if quotients is None or not self._scale_weights(quotients):
+        if self.count > 1 and (quotients is None or not self._scale_weights(quotients)):
             norm = self._scaled(norm, 1 / math.sqrt(self.count))
         if quotients is None:
             self.program.replace_uses(out, norm)

@@ -2,7 +2,8 @@
 
 Written out, ``x / max(sqrt(sum(x * x)), epsilon)`` needs fp32 tensors: a square leaves float16 beyond 255, and the
 epsilon vanishes there. ReduceL2 reads and writes 16 bit and squares in fp32. The epsilon is there for x = 0, and the
-least number of float16 does for that: nothing that float16 holds is shorter.
+least number of float16 does for that: nothing that float16 holds is shorter. One that is added to the squares does the
+same where its root is next to nothing; a larger one is an element of the vector (:mod:`.root_mean_squares`).
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import NORM
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.passes.canonicalize.matching import (
+    LEAST_HALF,
     added_number,
+    alone,
+    lower_bound,
     number,
-    only_reader,
     reduced_axes,
     remove,
     squares,
 )
+from amp_transpiler.passes.canonicalize.root_mean_squares import LEAST_ROOT
 from amp_transpiler.passes.view.of_type import of_type
 
-#: The least number of float16.
-_LEAST = 2.0**-24
+#: What a length is made of, from the last on.
+_PARTS = ("Expand", "Max", "Clip", "Add", "Sqrt", "Pow", "ReduceL2", "ReduceSum", "ReduceSumSquare")
 
 
 @dataclass
@@ -58,7 +62,7 @@ def _length(last: Operator, names: frozenset[str]) -> _Length | None:
     for slot in (1,) if last.type == "Div" else (0, 1):
         below = last.input(slot)
         if last.type == "Mul":
-            inverse = _alone(below, ("Reciprocal",), names)
+            inverse = alone(below, ("Reciprocal",), names)
             below = None if inverse is None else inverse.input(0)
         x = last.input(1 - slot)
         found = None if x is None or x.dtype != "float32" or x.shape is None else _written(below, x, names)
@@ -71,16 +75,21 @@ def _written(below: Variable | None, x: Variable, names: frozenset[str]) -> _Len
     """The length of ``x``, with a floor under it or under its square, repeated along its axes or not."""
     operators, floor, power = [], 0.0, 1.0
     while True:
-        op = _alone(below, ("Expand", "Max", "Clip", "Sqrt", "Pow", "ReduceL2", "ReduceSum", "ReduceSumSquare"), names)
+        op = alone(below, _PARTS, names)
         if op is None:
             return None
         operators.append(op)
         if op.type in ("Max", "Clip"):
-            least = added_number(below, "Max")[1] if op.type == "Max" else _clipped(op)
+            least = added_number(below, "Max")[1] if op.type == "Max" else lower_bound(op)
             if least is None or least <= 0 or floor:
                 return None
             below = added_number(below, "Max")[0] if op.type == "Max" else op.input(0)
             floor = least**power
+        elif op.type == "Add":
+            below, least = added_number(below)
+            if least is None or not 0 < least < LEAST_ROOT**2 or floor or power == 1:
+                return None
+            floor = math.sqrt(least)
         elif op.type in ("Sqrt", "Pow"):
             if power != 1 or (op.type == "Pow" and number(op.input(1)) != 0.5):
                 return None
@@ -91,7 +100,7 @@ def _written(below: Variable | None, x: Variable, names: frozenset[str]) -> _Len
             break
     summed = op.input(0)
     if op.type == "ReduceSum":
-        square = _alone(summed, ("Mul", "Pow"), names)
+        square = alone(summed, ("Mul", "Pow"), names)
         if square is None or not squares(square):
             return None
         operators.append(square)
@@ -102,21 +111,6 @@ def _written(below: Variable | None, x: Variable, names: frozenset[str]) -> _Len
     if summed is not x or squared != (power == 0.5) or not axes or not op.attrs.get("keepdims", 1):
         return None
     return _Length(x, axes, operators, floor)
-
-
-def _alone(variable: Variable | None, types: tuple[str, ...], names: frozenset[str]) -> Operator | None:
-    """The operator of one of the types that makes what one operator alone reads, and no name protects."""
-    op = None if variable is None else variable.producer
-    if variable is None or op is None or op.domain or op.type not in types or variable.name in names:
-        return None
-    return op if only_reader(variable) is not None else None
-
-
-def _clipped(op: Operator) -> float | None:
-    """The lower bound of a Clip that has no other."""
-    if op.input(2) is not None or op.attrs.get("max", math.inf) < 3e38:
-        return None
-    return number(op.input(1)) if op.input(1) is not None else op.attrs.get("min")
 
 
 def _write(last: Operator, found: _Length) -> None:
@@ -131,7 +125,7 @@ def _write(last: Operator, found: _Length) -> None:
         norm = program.add_operator("ReduceL2", [x, axes], [length], attrs={"keepdims": 1}, like=last)
     norm.metadata[NORM] = "of a vector that it divides"
     if found.floor:
-        floor = np.float16(max(found.floor, _LEAST))
+        floor = np.float16(max(found.floor, LEAST_HALF))
         held = program.add_constant(f"{x.name}.floor", np.array(floor, np.float32))
         bounded = program.add_variable(program.unique(length.name), x.dtype, shape)
         program.add_operator("Max", [length, held], [bounded], like=last)

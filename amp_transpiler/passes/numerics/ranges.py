@@ -48,9 +48,7 @@ class Ranges:
         #: Of the small constants of the program, whoever trains them.
         self.extremes = extremes(program)
         held = {v: e for v, e in self.extremes.items() if not (trained and v.persistable)}
-        self._bounds: dict[Variable, Interval | None] = {
-            v: (e.low, e.high) if math.isfinite(e.low) and math.isfinite(e.high) else None for v, e in held.items()
-        }
+        self._bounds: dict[Variable, Interval | None] = {v: _between(e.low, e.high) for v, e in held.items()}
         operators = [op for op in program.walk() if not op.inserted]
         self._weights = small_row_sums(operators, held, source)
         rules: dict[tuple[str, str], RangeRule | None] = {}
@@ -157,7 +155,13 @@ def _bounds(data: Any, variable: Variable) -> Interval | None:
         return 0.0, 0.0
     low, high = float(array.min()), float(array.max())
     release(data)
-    return (low, high) if math.isfinite(low) and math.isfinite(high) else None
+    return _between(low, high)
+
+
+def _between(low: float, high: float) -> Interval | None:
+    """The interval of a constant's finite elements and of those of one sign that are infinite, as masks hold them."""
+    found = (min(low, 0.0) if high == _INF else low, max(high, 0.0) if low == -_INF else high)
+    return found if _says_something(found) else None
 
 
 def _row_sums(data: Any, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray] | None:

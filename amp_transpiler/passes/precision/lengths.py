@@ -1,9 +1,10 @@
-"""Vectors that a training program divides by their lengths, in float16."""
+"""Vectors that a training program divides by their lengths, and shares of a sum, in float16."""
 
 from __future__ import annotations
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.lists import AutoMixedPrecisionLists
+from amp_transpiler.passes.canonicalize.shares import write_shares
 from amp_transpiler.passes.canonicalize.unit_vectors import write_unit_vectors
 from amp_transpiler.passes.precision.rules import black_operators
 from amp_transpiler.passes.view.typing import operator_name, programs
@@ -20,3 +21,4 @@ def write_lengths(program: Graph, lists: AutoMixedPrecisionLists, use_fp16_guard
     keep = frozenset(kept | black_operators(program, lists).keys())
     for each in list(programs(program)):
         write_unit_vectors(each, frozenset(lists.black_varnames), keep)
+        write_shares(each, frozenset(lists.black_varnames), keep)
