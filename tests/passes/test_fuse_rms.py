@@ -22,6 +22,7 @@ NORMS = {
     "by one over the root": ROOT + "i = Div(one, r)  n = Mul(i, x)  y = Mul(n, g) }",
     "divided": ROOT.replace("Pow(x, two)", "Mul(x, x)") + "n = Div(x, r)  y = Mul(g, n) }",
     "over two dimensions": ROOT.replace("last", "both") + "n = Div(x, r)  y = Mul(wide, n) }",
+    "without an epsilon": ROOT.replace("Sqrt(e)", "Sqrt(m)") + "y = Div(x, r) }",
     "without a scale": ROOT + "y = Div(x, r) }",
     "of which the scale is a sum": ROOT + "n = Div(x, r)  h = Add(g, one)  y = Mul(n, h) }",
     "whose quotient is read twice": ROOT + "n = Div(x, r)  p = Mul(g, n)  y = Add(p, n) }",
@@ -34,7 +35,6 @@ OTHERS = {
     "of another": ROOT + "t = Neg(x)  y = Div(t, r) }",
     "over other dimensions": ROOT.replace("last", "one_").replace("{ s", "{ one_ = Constant <value_ints = [1]> ()  s")
     + "y = Div(x, r) }",
-    "without an epsilon": ROOT.replace("Sqrt(e)", "Sqrt(m)") + "y = Div(x, r) }",
     "a cube": ROOT.replace("Pow(x, two)", "Pow(x, g)") + "y = Div(x, r) }",
     "the root's share": ROOT + "y = Div(r, x) }",
 }

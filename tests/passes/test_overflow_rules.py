@@ -105,6 +105,7 @@ FREE = {
     "softmax and its like": "s = Softmax(x)  l = LogSoftmax(s)  a = ReduceLogSumExp(l, last)  n = Sub(l, a)  y = MatMul(n, w)",
     "softmax written out": """t = ReduceMax(x, last)  d = Sub(x, t)  e = Exp(d)  s = ReduceSum(e, last)  n = Div(e, s)
         y = MatMul(n, w)""",
+    "softmax by logarithms": "a = ReduceLogSumExp(x, last)  d = Sub(x, a)  e = Exp(d)  y = MatMul(e, w)",
     "norms": "n = LayerNormalization(x, g)  g = Relu(r)  r = Squeeze(q)  q = ReduceMax(x, first)  y = MatMul(n, w)",
     "roots": "a = Abs(x)  s = Sqrt(a)  h = Pow(s, half)  y = MatMul(h, w)",
 }

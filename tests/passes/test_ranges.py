@@ -145,6 +145,20 @@ def bound(text: str, name: str, **input_ranges: tuple[float, float]) -> tuple[fl
         ("m (uint8[2,4] x) => (float[2,4] y) <float s = {255}> { a = Cast<to=1>(x) y = Div(a, s) }", (0, 1)),
         ("m (float[2,4] x) => (float[2,4] y) { y = Neg(x) }", None),
         (
+            """m (float[2,4] x, bool[2,4] c) => (float[2,4] y) <float low = {-inf}> {
+            a = Abs(x) n = Neg(a) last = Constant<value_int = 1>() s = CumSum(n, last) m = Where(c, s, low) y = Exp(m) }""",
+            (0, 1),
+        ),
+        (
+            """m (float[2,4] x, bool[2,4] c) => (float[2,4] y) <float low = {-inf}> {
+            a = Abs(x) y = Where(c, a, low) }""",
+            None,
+        ),
+        (
+            "m (float[2,1] x, bool[2,4] c) => (float[2,4] y) <float[4] top = {1, inf, 2, 3}> { a = Sigmoid(x) y = Where(c, a, top) }",
+            (0, math.inf),
+        ),
+        (
             "m (float[2,16] x, float[16] q) => (float[2,16] y) <float[16] s = {S}> { y = LayerNormalization(x, s) }",
             (-4, 4),
         ),

@@ -12,7 +12,7 @@ from amp_transpiler.passes.canonicalize.unit_vectors import write_unit_vectors
 from tests.helpers.sessions import run
 
 CONSTANTS = """int64[1] last = {-1}, int64[1] places = {2}, float eps = {1e-12}, float root = {0.5}, float two = {2},
-    float wide = {0.25}, float tiny = {1e-20}, float some = {1e-6}, int64[3] shape = {2, 5, 8}, float one = {1}"""
+    float wide = {0.25}, float tiny = {1e-20}, float some = {1e-6}, float gain = {2.828427}, int64[3] shape = {2, 5, 8}, float one = {1}"""
 FORMS = {
     "a norm": "l = ReduceL2(x, last)  y = Div(x, l)",
     "normalize": "l = ReduceL2(x, last)  c = Clip(l, eps)  e = Expand(c, shape)  y = Div(x, e)",
@@ -25,6 +25,8 @@ FORMS = {
         y = Mul(x, r)""",
     "an epsilon that is added": """q = Mul(x, x)  s = ReduceSum(q, last)  c = Add(s, tiny)  l = Sqrt(c)  r = Reciprocal(l)
         y = Mul(r, x)""",
+    "an inverse, with a gain": """l = ReduceL2(x, last)  c = Max(l, eps)  r = Reciprocal(c)  g = Mul(r, gain)
+        y = Mul(x, g)""",
     "an inverse": "l = ReduceL2(x, last)  c = Max(l, eps)  r = Reciprocal(c)  y = Mul(r, x)",
 }
 RNG = np.random.default_rng(0)

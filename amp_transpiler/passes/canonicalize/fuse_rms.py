@@ -58,6 +58,8 @@ def fuse_rms_norms(program: Graph) -> list[str]:
 
 def _found(root: Operator) -> _Norm | None:
     summed, epsilon = added_number(root.input(0))
+    if maker(root.input(0), "Add") is None:
+        summed, epsilon = root.input(0), 0.0  # an exporter has dropped one that was next to nothing
     mean = maker(summed, "ReduceMean") or maker(summed, "ReduceSum")
     square = None if mean is None else maker(mean.input(0), "Pow") or maker(mean.input(0), "Mul")
     if mean is None or square is None or epsilon is None or not squares(square):

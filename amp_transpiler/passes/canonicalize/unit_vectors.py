@@ -9,7 +9,7 @@ same where its root is next to nothing; a larger one is an element of the vector
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -35,12 +35,13 @@ _PARTS = ("Expand", "Max", "Clip", "Add", "Sqrt", "Pow", "ReduceL2", "ReduceSum"
 
 @dataclass
 class _Length:
-    """A length as it is written: of ``x`` along ``axes``, ``floor`` at least."""
+    """A length as it is written: of ``x`` along ``axes``, ``floor`` at least; what the quotient is multiplied with."""
 
     x: Variable
     axes: list[int]
     operators: list[Operator]
     floor: float
+    gain: float = 1.0
 
 
 def write_unit_vectors(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> int:
@@ -60,14 +61,18 @@ def write_unit_vectors(program: Graph, names: frozenset[str], keep: frozenset[Op
 def _length(last: Operator, names: frozenset[str]) -> _Length | None:
     """What the operator divides by, where that is the length of what it divides."""
     for slot in (1,) if last.type == "Div" else (0, 1):
-        below = last.input(slot)
+        below, gain, before = last.input(slot), 1.0, []
         if last.type == "Mul":
+            product = alone(below, ("Mul",), names)
+            factor, number = (None, None) if product is None else added_number(below, "Mul")
+            if product is not None and number is not None:
+                below, gain, before = factor, number, [product]
             inverse = alone(below, ("Reciprocal",), names)
             below = None if inverse is None else inverse.input(0)
         x = last.input(1 - slot)
         found = None if x is None or x.dtype != "float32" or x.shape is None else _written(below, x, names)
         if found is not None:
-            return found
+            return replace(found, gain=gain, operators=found.operators + before)
     return None
 
 
@@ -130,6 +135,10 @@ def _write(last: Operator, found: _Length) -> None:
         bounded = program.add_variable(program.unique(length.name), x.dtype, shape)
         program.add_operator("Max", [length, held], [bounded], like=last)
         length = bounded
-    name = last.name
+    name, quotient = last.name, out
     remove(last, {x, length})
-    program.add_operator("Div", [x, length], [out], name=name, like=last)
+    if found.gain != 1:
+        quotient = program.add_variable(program.unique(f"{x.name}.unit"), x.dtype, out.shape)
+        factor = program.add_constant(f"{x.name}.gain", np.array(found.gain, np.float32))
+        program.add_operator("Mul", [quotient, factor], [out], name=name, like=last)
+    program.add_operator("Div", [x, length], [quotient], name=name if found.gain == 1 else "", like=last)

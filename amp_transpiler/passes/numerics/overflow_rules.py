@@ -47,6 +47,8 @@ from amp_transpiler.passes.view.typing import operator_name
 FEW = 4
 #: How far the maximum is followed back through operators that move it.
 _HOPS = 4
+#: What is no less than any element.
+_TOPS = frozenset({"ReduceMax", "ReduceLogSumExp"})
 #: What may lie between a sum and the square of the mean, beside sums, means and what moves elements.
 _MEANS = frozenset({"Sqrt", "Mul", "Div", "Pow"})
 #: What may lie between a signal and its spectrum, beside products and what moves elements.
@@ -352,7 +354,7 @@ class _OverflowRules:
             operands = [v for v in self.flow.inputs[maker] if v is not None and self.flow.number(v) is None]
             top = operands[0] if len(operands) == 1 else None  # a maximum with a constant is no less
         reduce = top.producer if top is not None else None
-        return reduce is not None and operator_name(reduce) == "ReduceMax" and self.flow.inputs[reduce][0] is data
+        return reduce is not None and operator_name(reduce) in _TOPS and self.flow.inputs[reduce][0] is data
 
 
 def _reaches(variable: Variable, limit: float, magnitudes: Mapping[Variable, float]) -> bool:
