@@ -14,6 +14,7 @@ from amp_transpiler.conversion.around_faults import AroundFaults
 from amp_transpiler.conversion.auto import ORIGINAL, SEARCHED, Search
 from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions, Options
 from amp_transpiler.conversion.fold_constants import FoldConstants
+from amp_transpiler.conversion.invert_triangles import InvertTriangles
 from amp_transpiler.conversion.io_types import NarrowIo
 from amp_transpiler.conversion.other_type import WidenOther
 from amp_transpiler.conversion.products_first import ProductsFirst
@@ -140,6 +141,7 @@ def conversion(options: ConversionOptions) -> Pipeline:
                 WidenOther(),
                 FoldConstants(),
                 RaiseOpset(),
+                InvertTriangles(),
                 WriteNorms(),
                 WriteClips(),
                 ProductsFirst(),

@@ -46,6 +46,7 @@ from amp_transpiler.passes.canonicalize.nan_rows import free_nan_rows
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.canonicalize.own_statistics import normalise_rows
 from amp_transpiler.passes.canonicalize.simplify import remove_identities
+from amp_transpiler.passes.canonicalize.triangles import invert_triangles
 from amp_transpiler.passes.canonicalize.whole_splits import split_wholes
 from amp_transpiler.passes.numerics.mask_constants import saturate_masks
 from amp_transpiler.passes.precision.pure import cast_model_to_fp16
@@ -153,6 +154,7 @@ def prepare_training(
         notes += untie(program, _matched(program, keep_tied, "keep_tied"))
         fold_values(program)
         notes += _drop_identities(program)
+        notes += invert_triangles(program)
         notes += fuse_layer_norms(program)
         notes += normalise_rows(program)
         notes += fuse_gelus(program)

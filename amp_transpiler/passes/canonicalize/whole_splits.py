@@ -21,7 +21,7 @@ from amp_transpiler.passes.view.of_type import of_type
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
     """What an operator takes of a tensor: from ``start`` to ``end`` of an axis, which it leaves out or keeps."""
 
     op: Operator
@@ -77,7 +77,7 @@ def _merge(op: Operator, kept: Operator) -> None:
         drop_unread(sizes)
 
 
-def _make_up(variable: Variable, pieces: list[_Piece]) -> bool:
+def _make_up(variable: Variable, pieces: list[Piece]) -> bool:
     """Whether pieces lie one behind the other along one axis, of which nothing is left."""
     axes = {piece.axis for piece in pieces}
     ends = [0, *(piece.end for piece in pieces)]
@@ -85,17 +85,22 @@ def _make_up(variable: Variable, pieces: list[_Piece]) -> bool:
     return len(axes) == 1 and starts == ends
 
 
-def _pieces(variable: Variable) -> Iterator[_Piece]:
+def _pieces(variable: Variable) -> Iterator[Piece]:
     for op, slot in variable.readers:
-        found = None
-        if slot == 0 and not op.domain and op.program is variable.program and variable.shape is not None:
-            kinds = {"Slice": _slice, "Gather": _picked}
-            found = kinds[op.type](op, variable) if op.type in kinds else None
+        found = piece_of(op) if slot == 0 and op.program is variable.program else None
         if found is not None:
             yield found
 
 
-def _slice(op: Operator, variable: Variable) -> _Piece | None:
+def piece_of(op: Operator) -> Piece | None:
+    """The piece that a Slice along one axis takes, or a Gather of one place; None of any other operator."""
+    variable = op.input(0)
+    if op.domain or variable is None or variable.shape is None or op.type not in ("Slice", "Gather"):
+        return None
+    return _slice(op, variable) if op.type == "Slice" else _picked(op, variable)
+
+
+def _slice(op: Operator, variable: Variable) -> Piece | None:
     numbers = [None if v is None else constant_array(v) for v in op.inputs[1:]]
     if not 3 <= len(numbers) <= 4 or any(a is None or a.size != 1 for a in numbers):
         return None
@@ -104,17 +109,17 @@ def _slice(op: Operator, variable: Variable) -> _Piece | None:
     if size is None or step != 1:
         return None
     start, end = (min(max(at + size * (at < 0), 0), size) for at in (start, end))
-    return _Piece(op, axis, start, end, True) if start < end else None
+    return Piece(op, axis, start, end, True) if start < end else None
 
 
-def _picked(op: Operator, variable: Variable) -> _Piece | None:
+def _picked(op: Operator, variable: Variable) -> Piece | None:
     index = op.input(1)
     at = None if index is None else constant_array(index)
     axis, size = _along(variable, int(op.attrs.get("axis", 0)))
     if at is None or at.size != 1 or at.ndim > 1 or size is None or not -size <= at.item() < size:
         return None
     start = int(at.item()) % size
-    return _Piece(op, axis, start, start + 1, at.ndim == 1)
+    return Piece(op, axis, start, start + 1, at.ndim == 1)
 
 
 def _along(variable: Variable, axis: int) -> tuple[int, int | None]:
@@ -126,7 +131,7 @@ def _along(variable: Variable, axis: int) -> tuple[int, int | None]:
     return axis % len(shape), size if isinstance(size, int) else None
 
 
-def _split(variable: Variable, pieces: list[_Piece]) -> None:
+def _split(variable: Variable, pieces: list[Piece]) -> None:
     program, axis = variable.program, pieces[0].axis
     results = [piece.op.outputs[0] for piece in pieces]
     for piece in pieces:
