@@ -10,6 +10,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.passes.canonicalize.fuse_norm import fuse_layer_norms
 from amp_transpiler.passes.canonicalize.hypotenuses import write_hypotenuses
 from amp_transpiler.passes.canonicalize.root_mean_squares import write_as_norms
+from amp_transpiler.passes.canonicalize.roots import write_roots
 from amp_transpiler.passes.canonicalize.shares import write_shares
 from amp_transpiler.passes.canonicalize.simplify import remove_dead
 from amp_transpiler.passes.canonicalize.unit_vectors import write_unit_vectors
@@ -39,6 +40,7 @@ class WriteNorms(Pass):
             if graph.opset() >= _LAYER_NORM:
                 context.notes += fuse_layer_norms(each, names, keep)
             if options.dtype == "float16" and options.numeric_guards:  # bfloat16 has too few digits for a whole row
+                write_roots(each, names, keep)
                 write_as_norms(each, names, keep)
                 write_unit_vectors(each, names, keep)
                 write_shares(each, names, keep)

@@ -45,6 +45,7 @@ from amp_transpiler.passes.canonicalize.integer_places import write_integer_plac
 from amp_transpiler.passes.canonicalize.nan_rows import free_nan_rows
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.canonicalize.own_statistics import normalise_rows
+from amp_transpiler.passes.canonicalize.roots import write_roots
 from amp_transpiler.passes.canonicalize.simplify import remove_identities
 from amp_transpiler.passes.canonicalize.triangles import invert_triangles
 from amp_transpiler.passes.canonicalize.whole_splits import split_wholes
@@ -154,6 +155,7 @@ def prepare_training(
         notes += untie(program, _matched(program, keep_tied, "keep_tied"))
         fold_values(program)
         notes += _drop_identities(program)
+        write_roots(program)
         notes += invert_triangles(program)
         notes += fuse_layer_norms(program)
         notes += normalise_rows(program)

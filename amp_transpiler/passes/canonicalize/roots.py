@@ -1,0 +1,48 @@
+"""Roots that are written as powers become roots: Gemma multiplies by ``(mean(x * x) + epsilon) ** -0.5``.
+
+What recognises norms looks for Sqrt and Reciprocal, and a negative power of what is next to 0 leaves float16.
+"""
+
+from __future__ import annotations
+
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.passes.canonicalize.matching import added_number, drop_unread, maker, number, squares
+from amp_transpiler.passes.view.of_type import of_type
+
+
+def write_roots(program: Graph, names: frozenset[str] = frozenset(), keep: frozenset[Operator] = frozenset()) -> int:
+    """Put Sqrt, and Reciprocal behind it, in the place of powers of 0.5 and -0.5 of mean squares and sums of squares,
+    which are not negative, with or without an epsilon; in place; how many.
+
+    Variables among ``names`` and operators of ``keep`` stay what they are.
+    """
+    count = 0
+    for power in of_type(program, "Pow"):
+        exponent, out = number(power.input(1)), power.output(0)
+        if exponent not in (0.5, -0.5) or out is None or power in keep or out.name in names:
+            continue
+        if _of_squares(power.input(0)):
+            _write(power, exponent < 0)
+            count += 1
+    return count
+
+
+def _of_squares(variable: Variable | None) -> bool:
+    summed, epsilon = added_number(variable)
+    read = variable if epsilon is None or epsilon < 0 else summed
+    total = maker(read, "ReduceMean") or maker(read, "ReduceSum")
+    square = None if total is None else maker(total.input(0), "Pow") or maker(total.input(0), "Mul")
+    return square is not None and squares(square)
+
+
+def _write(power: Operator, inverse: bool) -> None:
+    program, base, exponent, out = power.program, power.inputs[0], power.inputs[1], power.outputs[0]
+    assert base is not None and exponent is not None and out is not None
+    name = power.name
+    program.remove_operator(power)
+    drop_unread(exponent)
+    root = program.add_variable(program.unique(f"{out.name}.root"), out.dtype, out.shape) if inverse else out
+    op = program.add_operator("Sqrt", [base], [root], name="" if inverse else name, like=power)
+    if inverse:
+        program.add_operator("Reciprocal", [root], [out], name=name, like=op)

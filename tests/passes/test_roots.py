@@ -1,0 +1,65 @@
+"""Roots that are written as powers: one operator of a norm, and 16 bit in a conversion."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.passes.canonicalize.fuse_rms import fuse_rms_norms
+from amp_transpiler.passes.canonicalize.roots import write_roots
+from tests.helpers.sessions import run
+from tests.helpers.slopes import assert_slope, slope
+
+HEAD = '<ir_version: 8, opset_import: ["" : 18]> g (float[2, 3, 8] x) => (float[2, 3, 8] y) <int64[1] last = {-1}, '
+HEAD += "float eps = {1e-3}, float below = {-1e-3}, float two = {2}, float half = {0.5}, float minus = {-0.5}, float third = {-0.3}> "
+MEAN = "{ s = Pow(x, two)  m = ReduceMean(s, last)  e = Add(m, eps)  "
+ROOTS = {
+    "as Gemma writes it": MEAN + "r = Pow(e, minus)  y = Mul(x, r) }",
+    "divided": MEAN + "r = Pow(e, half)  y = Div(x, r) }",
+    "of a sum": MEAN.replace("ReduceMean", "ReduceSum") + "r = Pow(e, minus)  y = Mul(r, x) }",
+    "without an epsilon": MEAN + "r = Pow(m, minus)  y = Mul(x, r) }",
+}
+OTHERS = {
+    "another power": MEAN + "r = Pow(e, third)  y = Mul(x, r) }",
+    "of what may be negative": "{ s = ReduceMean(x, last)  e = Add(s, eps)  a = Abs(e)  r = Pow(a, minus)  y = Mul(x, r) }",
+    "less a number": MEAN.replace("Add(m, eps)", "Add(m, below)") + "a = Abs(e)  r = Pow(a, minus)  y = Mul(x, r) }",
+}
+X = np.random.default_rng(0).normal(size=(2, 3, 8)).astype(np.float32)
+
+
+def program(body: str) -> amp.Program:
+    return amp.Program.from_onnx(onnx.parser.parse_model(HEAD + body))
+
+
+@pytest.mark.parametrize("name", ROOTS)
+def test_it_is_a_root(name: str) -> None:
+    expected = slope(program(ROOTS[name]), X)
+    found = program(ROOTS[name])
+    assert write_roots(found) == 1 and "Sqrt" in [op.type for op in found.operators]
+    assert_slope(found, X, expected, 1e-4)
+    norm = program(ROOTS[name])
+    write_roots(norm)
+    assert fuse_rms_norms(norm)
+    assert_slope(norm, X, expected, 1e-4)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_only_looks_like_one_stays(name: str) -> None:
+    assert write_roots(program(OTHERS[name])) == 0
+
+
+@pytest.mark.parametrize("name", ROOTS)
+def test_it_is_16_bit_in_a_conversion(name: str) -> None:
+    source = onnx.parser.parse_model(HEAD + ROOTS[name])
+    converted = amp.convert(source)
+    assert {op.precision for op in converted.operators if op.type != "Cast"} == {"float16"}
+    x = X * np.float32(3000)
+    np.testing.assert_allclose(run(converted.to_onnx(), {"x": x})[0], run(source, {"x": x})[0], rtol=2e-3, atol=1e-3)
+
+
+def test_what_the_user_names_stays() -> None:
+    body = HEAD + ROOTS["as Gemma writes it"]
+    for more in ({"black_varnames": ["r"]}, {"exclude": ["r"]}):
+        assert "Pow" in [op.type for op in amp.convert(onnx.parser.parse_model(body), **more).operators]
