@@ -57,6 +57,7 @@ ROTATIONS = {
     "of neighbours, split": PAIR_TABLES + SPLIT + PAIR_TURN,
     "of neighbours, one by one": HALF_TABLES + COLUMNS + PAIR_PARTS,
     "of neighbours, one by one, the other way round": HALF_TABLES + EVEN_ODD + PAIR_PARTS.replace("(t, u)", "(u, t)"),
+    "of neighbours, put behind each other, as DeepSeek does": HALF_TABLES + EVEN_ODD + PARTS[PARTS.index("p =") :],
     "half by half, the other way round": HALF_TABLES + PARTS.replace("(t, u)", "(u, t)").replace("a, c", "c, a"),
 }
 OTHERS = {
@@ -71,7 +72,6 @@ OTHERS = {
     "half by half, with the tables changed": HALF_TABLES + PARTS.replace("t = Mul(a, s)", "t = Mul(a, c)"),
     "of neighbours, by tables of halves": TABLES + EVEN_ODD + PAIR_TURN,
     "of halves, by tables of neighbours": PAIR_TABLES + TURN,
-    "of neighbours, put behind each other": HALF_TABLES + EVEN_ODD + PARTS.replace(PARTS[: PARTS.index("p =")], ""),
     "of halves, put into each other": HALF_TABLES + PARTS[: PARTS.index("p =")] + PAIR_PARTS,
     "of the wrong neighbours": PAIR_TABLES + EVEN_ODD.replace("one, end", "begin, end") + PAIR_TURN,
     "of neighbours that are not turned": PAIR_TABLES + EVEN_ODD + PAIR_TURN.replace("(nu, au)", "(au, nu)"),

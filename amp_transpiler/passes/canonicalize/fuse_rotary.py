@@ -4,6 +4,7 @@ Written out, ``x * cos + concat(-b, a) * sin``, where a and b are the halves of 
 (:mod:`.rotary_parts`), takes seven operators and more, and their gradients as many; ``concat(a * cos - b * sin,
 a * sin + b * cos)``, which the operator of ONNX stands for, too. RotaryEmbedding of onnxruntime reads queries or keys
 once and writes them once; its gradient is the turn back. What is saved for inference has them written out again.
+DeepSeek turns neighbours and puts them together as halves: there a transposition follows.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _STANDS_FOR = "Mul Add Concat Neg Sub"
 class _Turn:
     """The operator that ends it, what is turned, and the cosines and sines beside it, for half of it or all.
 
-    ``pairs``: neighbours are turned against each other, not halves.
+    ``pairs``: neighbours are turned against each other, not halves; ``apart``: and are halves behind that.
     """
 
     last: Operator
@@ -39,6 +40,7 @@ class _Turn:
     cos: Variable
     sin: Variable
     pairs: bool
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,9 @@ def _part_by_part(found: Joined) -> _Turn | None:
     (a, cos), (b, sin), (c, crossed), (d, straight) = products  # type: ignore[misc]
     if c.second:
         (c, crossed), (d, straight) = (d, straight), (c, crossed)
-    same = a == c == Part(a.x, False, found.pairs) and b == d == Part(a.x, True, found.pairs)
-    return _Turn(found.last, a.x, cos, sin, found.pairs) if same and crossed is sin and straight is cos else None
+    same = a == c == Part(a.x, False, a.pairs) and b == d == Part(a.x, True, a.pairs) and a.pairs >= found.pairs
+    apart = a.pairs and not found.pairs
+    return _Turn(found.last, a.x, cos, sin, a.pairs, apart) if same and crossed is sin and straight is cos else None
 
 
 def _of_part(variable: Variable | None) -> tuple[Part, Variable] | None:
@@ -152,6 +155,10 @@ def _fuse(turn: _Turn, layout: _Layout, tables: dict[Variable, Variable]) -> Non
         at = np.arange(layout.examples * layout.places).reshape(layout.examples, layout.places)
     read, out = [program.add_constant(f"{x.name}.positions", at), cos, sin], last.outputs[0]
     remove(last, {x, turn.cos, turn.sin})
+    if turn.apart:
+        paired = program.new_variable(x.name, x.dtype, x.shape)
+        _part(paired, out, layout.size, last)
+        out = paired
     if heads is None:
         _add(program, [x, *read], out, last, attrs)
         return
@@ -172,6 +179,16 @@ def _reshape(source: Variable, target: Variable | None, sizes: list[int], like: 
     program.add_operator(
         "Reshape", [source, program.add_constant(f"{source.name}.sizes", np.array(sizes))], [target], like=like
     )
+
+
+def _part(paired: Variable, out: Variable | None, size: int, like: Operator) -> None:
+    """Put the first of all neighbours before the second ones."""
+    program, rows = paired.program, (paired.shape or ())[:3]
+    columns = program.new_variable(paired.name, paired.dtype, (*rows, size // 2, 2))
+    halves = program.new_variable(paired.name, paired.dtype, (*rows, 2, size // 2))
+    _reshape(paired, columns, [0, 0, 0, size // 2, 2], like)
+    program.add_operator("Transpose", [columns], [halves], attrs={"perm": [0, 1, 2, 4, 3]}, like=like)
+    _reshape(halves, out, [0, 0, 0, size], like)
 
 
 def _as_rows(table: Variable, turn: _Turn, layout: _Layout, tables: dict[Variable, Variable]) -> Variable:
