@@ -34,6 +34,7 @@ from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.ir.weights import become_constants, not_a_weight
 from amp_transpiler.option_checks import choice
 from amp_transpiler.passes.canonicalize.control_flow import expand_control_flow
+from amp_transpiler.passes.canonicalize.filled import join_pieces
 from amp_transpiler.passes.canonicalize.fuse_gelu import fuse_gelus
 from amp_transpiler.passes.canonicalize.fuse_hard_swish import fuse_hard_swishes
 from amp_transpiler.passes.canonicalize.fuse_norm import fuse_layer_norms, keep_root_mean_squares
@@ -163,6 +164,7 @@ def prepare_training(
         notes += fuse_swishes(program)
         notes += fuse_hard_swishes(program)
         notes += split_wholes(program)
+        notes += join_pieces(program)
         notes += fuse_rms_norms(program)
         notes += fuse_rotations(program)
         notes += free_nan_rows(program)
