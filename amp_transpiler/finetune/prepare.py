@@ -43,6 +43,7 @@ from amp_transpiler.passes.canonicalize.fuse_rotary import fuse_rotations
 from amp_transpiler.passes.canonicalize.fuse_swish import fuse_swishes
 from amp_transpiler.passes.canonicalize.inlining import inline_functions
 from amp_transpiler.passes.canonicalize.integer_places import write_integer_places
+from amp_transpiler.passes.canonicalize.masked_writes import select_by_masks
 from amp_transpiler.passes.canonicalize.nan_rows import free_nan_rows
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.canonicalize.own_statistics import normalise_rows
@@ -156,6 +157,7 @@ def prepare_training(
         notes += untie(program, _matched(program, keep_tied, "keep_tied"))
         fold_values(program)
         notes += _drop_identities(program)
+        notes += select_by_masks(program)
         write_roots(program)
         notes += invert_triangles(program)
         notes += fuse_layer_norms(program)
