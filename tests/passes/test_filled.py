@@ -28,6 +28,10 @@ FILLED = {
     + TURNED
     + "p = ScatterND(e, low, at)  q = ScatterND(p, high, bt)  y = Transpose <perm = [2, 0, 1]> (q)",
     "and read as it is": EMPTY + TURNED + "p = ScatterND(e, low, at)  y = ScatterND(p, high, bt)",
+    "turned between": EMPTY
+    + TURNED
+    + """p = ScatterND(e, low, at)  r = Transpose <perm = [1, 2, 0]> (p)  f = Transpose <perm = [2, 0, 1]> (r)  q = ScatterND(f, high, bt)
+    y = Transpose <perm = [2, 1, 0]> (q)""",
     "read twice": EMPTY
     + TURNED
     + "p = ScatterND(e, low, at)  q = ScatterND(p, high, bt)  n = Neg(q)  m = Mul(q, n)  y = Transpose <perm = [2, 1, 0]> (m)",
@@ -46,6 +50,10 @@ STAYS = {
     "and added": EMPTY
     + TURNED
     + """p = ScatterND <reduction = "add"> (e, low, at)  q = ScatterND(p, high, bt)  y = Transpose <perm = [2, 1, 0]> (q)""",
+    "turned three times between": EMPTY
+    + TURNED
+    + """p = ScatterND(e, low, at)  r = Transpose <perm = [1, 2, 0]> (p)  f = Transpose <perm = [1, 2, 0]> (r)  h = Transpose <perm = [1, 2, 0]> (f)
+    q = ScatterND(h, high, bt)  y = Transpose <perm = [2, 1, 0]> (q)""",
     "half filled and read": EMPTY
     + TURNED
     + "p = ScatterND(e, low, at)  q = ScatterND(p, high, bt)  s = Add(p, q)  y = Transpose <perm = [2, 1, 0]> (s)",

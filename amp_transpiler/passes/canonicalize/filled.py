@@ -43,9 +43,27 @@ def join_pieces(program: Graph) -> list[str]:
 
 
 def _goes_on(made: Variable) -> bool:
-    """Whether more is written to it, and it is read nowhere else."""
-    reader = only_reader(made)
-    return reader is not None and reader.type == "ScatterND" and reader.input(0) is made
+    """Whether more is written to it, turned back and forth or not, and it is read nowhere else."""
+    reader, at = only_reader(made), made
+    for _ in range(2):
+        if reader is not None and reader.type == "Transpose" and reader.outputs[0] is not None:
+            at = reader.outputs[0]
+            reader = only_reader(at)
+    return reader is not None and reader.type == "ScatterND" and reader.input(0) is at and _written(reader) is not None
+
+
+def _written(op: Operator) -> Operator | None:
+    """The ScatterND to whose result alone this one writes more."""
+    before = op.input(0)
+    alone = only_reader(before) is op
+    back = maker(before, "Transpose")
+    forth = maker(back.input(0), "Transpose") if back is not None else None
+    if alone and back is not None and forth is not None:
+        first, second = (list(turn.attrs.get("perm", ())) for turn in (forth, back))
+        if [first[axis] for axis in second] == list(range(len(first))) and only_reader(back.input(0)) is back:
+            before = forth.input(0)
+            alone = only_reader(before) is forth
+    return maker(before, "ScatterND") if alone else None
 
 
 def _pieces(last: Operator) -> list[_Piece]:
@@ -63,8 +81,7 @@ def _pieces(last: Operator) -> list[_Piece]:
         if not np.array_equal(numbers, np.arange(numbers[0], numbers[0] + len(numbers))):
             break
         found.append(_Piece(rows, int(numbers[0]), int(numbers[-1]) + 1))
-        before = op.input(0)
-        op = maker(before, "ScatterND") if only_reader(before) is op else None
+        op = _written(op)
     return found
 
 
