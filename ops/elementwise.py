@@ -32,6 +32,7 @@ from amp_transpiler.ir.opdef import gradient, lowering_rule, no_gradient, own, r
 from amp_transpiler.ir.operator_call import Held, Writer
 from amp_transpiler.ir.types import FLOATS, HALF
 from amp_transpiler.ops.common import Grads, comparable, size_of, summed, times
+from amp_transpiler.ops.reduce import last_less_each
 from amp_transpiler.ops.row_sums import with_rows
 
 
@@ -268,7 +269,8 @@ def _sum_range(op: Operator, ranges: Ranges) -> Interval | None:
 
 @range_rule("Sub")
 def _sub_range(op: Operator, ranges: Ranges) -> Interval | None:
-    return total(ranges.bound(op.input(0)), negative(ranges.bound(op.input(1))))
+    found = total(ranges.bound(op.input(0)), negative(ranges.bound(op.input(1))))
+    return (found[0] if found else -INF, 0.0) if last_less_each(op, ranges) else found
 
 
 @range_rule("Mul")

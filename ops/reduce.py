@@ -11,6 +11,7 @@ from amp_transpiler.ir.intervals import INF, Interval, RangeRule, Ranges, magnit
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, lowering_rule, no_gradient, own, range_rule, traits
 from amp_transpiler.ir.reasons import Kind
+from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.common import Grads, comparable, integers, shape_of
 
@@ -165,6 +166,26 @@ range_rule("ReduceMax", "ReduceMin", "ReduceMean")(same)
 def _sum_range(op: Operator, ranges: Ranges) -> Interval | None:
     found, many = ranges.bound(op.input(0)), terms(op)
     return None if found is None or many is None else (found[0] * many, found[1] * many)
+
+
+def last_less_each(op: Operator, ranges: Ranges) -> bool:
+    """Whether an operator of two inputs has the last of running sums of nothing above 0, along their axis, and all of
+    them: in the decays of a state (Mamba 2) the latter are taken off the former."""
+    last, sums = (ranges.source(v) for v in op.inputs[:2])
+    running, cut = (None if v is None else v.producer for v in (sums, last))
+    if running is None or cut is None or running.full_type != "CumSum" or cut.full_type != "Slice":
+        return False
+    bound, axis = ranges.bound(running.input(0)), ranges.content(running.input(1))
+    start, along = (ranges.content(cut.input(slot)) for slot in (1, 3))
+    if bound is None or bound[1] > 0 or running.attrs.get("reverse", 0) or ranges.source(cut.input(0)) is not sums:
+        return False
+    numbers = [None if data is None else as_array(data).reshape(-1).tolist() for data in (axis, start, along)]
+    shape = sums.shape if sums is not None else None
+    if shape is None or any(number is None or len(number) != 1 for number in numbers):
+        return False
+    (at,), (begin,), (over,) = numbers  # type: ignore[misc]
+    one = last is not None and last.shape is not None and last.shape[over % len(shape)] == 1
+    return one and begin == -1 and at % len(shape) == over % len(shape)
 
 
 @range_rule("CumSum")

@@ -127,6 +127,12 @@ def test_every_value_lies_in_its_interval(
             )
 
 
+#: Running sums of what is below 0, as the decays of Mamba 2 have them.
+FALLING = """m (float[2,4] x) => (float[2,4] y) <int64[1] begin = {-1}, int64[1] end = {9}, int64[1] last = {1},
+    int64[1] first = {0}, int64[1] two = {-2}, int64 at = {-1}> { a = Abs(x) n = Neg(a) s = CumSum(n, at) """
+RISING, BACKWARDS = FALLING.replace("Neg(a)", "Abs(a)"), FALLING.replace("CumSum(", "CumSum<reverse = 1>(")
+
+
 def bound(text: str, name: str, **input_ranges: tuple[float, float]) -> tuple[float, float] | None:
     program = amp.Program.from_onnx(onnx.parser.parse_model(HEAD + text))
     for parameter in program.parameters:
@@ -144,6 +150,13 @@ def bound(text: str, name: str, **input_ranges: tuple[float, float]) -> tuple[fl
         ("m (float[2,4] x) => (float[2,4] y) { a = Abs(x) y = Neg(a) }", (-math.inf, 0)),
         ("m (uint8[2,4] x) => (float[2,4] y) <float s = {255}> { a = Cast<to=1>(x) y = Div(a, s) }", (0, 1)),
         ("m (float[2,4] x) => (float[2,4] y) { y = Neg(x) }", None),
+        (FALLING + "t = Slice(s, begin, end, last) d = Sub(t, s) y = Exp(d) }", (0, 1)),
+        (FALLING + "t = Slice(s, begin, end, last) d = Sub(s, t) y = Exp(d) }", (0, math.inf)),  # each less the last
+        (FALLING + "t = Slice(s, begin, end, first) d = Sub(t, s) y = Exp(d) }", (0, math.inf)),  # of another axis
+        (FALLING + "t = Slice(s, two, begin, last) d = Sub(t, s) y = Exp(d) }", (0, math.inf)),  # the last but one
+        (FALLING + "t = Slice(n, begin, end, last) d = Sub(t, s) y = Exp(d) }", (0, math.inf)),  # of what is summed
+        (RISING + "t = Slice(s, begin, end, last) d = Sub(t, s) y = Exp(d) }", (0, math.inf)),
+        (BACKWARDS + "t = Slice(s, begin, end, last) d = Sub(t, s) y = Exp(d) }", (0, math.inf)),
         (
             """m (float[2,4] x, bool[2,4] c) => (float[2,4] y) <float low = {-inf}> {
             a = Abs(x) n = Neg(a) last = Constant<value_int = 1>() s = CumSum(n, last) m = Where(c, s, low) y = Exp(m) }""",
