@@ -71,6 +71,15 @@ def test_a_sum_of_squares_and_an_epsilon(form: str, opset: int) -> None:
         assert np.median(np.abs(got - wanted) / np.abs(wanted)) < 5e-4, size
 
 
+def test_the_magnitude_of_a_spectrum_is_none_of_them() -> None:
+    text = """<ir_version: 8, opset_import: ["" : 18]> g (float[N, 5, 2] x) => (float[N, 5, 1] y)
+        <float two = {2}, float e = {1e-4}, int64[1] ax = {-1}> {
+            s = Pow(x, two)  m = ReduceSum(s, ax)  d = Add(m, e)  r = Sqrt(d)  y = Log(r)
+        }"""
+    program = amp.convert(onnx.parser.parse_model(text))
+    assert any(op.type == "Pow" and op.precision == "float32" for op in program.walk())
+
+
 def test_an_epsilon_that_float16_loses_keeps_the_norm_as_it_is() -> None:
     program = amp.convert(rms("quotient", 1e-15, 17))
     assert any(op.type == "Pow" and op.precision == "float32" for op in program.walk())

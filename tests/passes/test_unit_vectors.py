@@ -8,6 +8,7 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
+from amp_transpiler.passes.canonicalize.roots import write_roots
 from amp_transpiler.passes.canonicalize.unit_vectors import write_unit_vectors
 from tests.helpers.sessions import run
 
@@ -20,6 +21,7 @@ FORMS = {
     "a floor that counts": "l = ReduceL2(x, last)  c = Max(l, wide)  y = Div(x, c)",
     "powers": "q = Pow(x, two)  s = ReduceSum(q, last)  l = Pow(s, root)  y = Div(x, l)",
     "a product": "q = Mul(x, x)  s = ReduceSum(q, places)  l = Sqrt(s)  c = Clip(l, eps)  y = Div(x, c)",
+    "a power of a sum of squares": "s = ReduceSumSquare(x, last)  l = Pow(s, root)  y = Div(x, l)",
     "a sum of squares": "s = ReduceSumSquare(x, last)  l = Sqrt(s)  y = Div(x, l)",
     "a floor under the root": """q = Mul(x, x)  s = ReduceSum(q, last)  c = Max(s, eps)  l = Sqrt(c)  r = Reciprocal(l)
         y = Mul(x, r)""",
@@ -40,6 +42,7 @@ def net(text: str, opset: int = 18) -> onnx.ModelProto:
 
 def written(text: str) -> amp.Program:
     program = amp.Program.from_onnx(net(text))
+    write_roots(program)
     write_unit_vectors(program, frozenset(), frozenset())
     return program
 
@@ -74,6 +77,7 @@ OTHERS = {
     "no place for it": "l = ReduceL2 <keepdims = 0> (x, last)  u = Unsqueeze(l, last)  y = Div(x, u)",
     "read twice": "l = ReduceL2(x, last)  d = Div(x, l)  y = Mul(d, l)",
     "no root": "q = Mul(x, x)  s = ReduceSum(q, last)  y = Div(x, s)",
+    "a floor among three": "n = Neg(x)  l = ReduceL2(x, last)  c = Max(l, eps, n)  y = Div(x, c)",
     "two roots": "l = ReduceL2(x, last)  r = Sqrt(l)  y = Div(x, r)",
     "a product of two": "n = Neg(x)  q = Mul(x, n)  s = ReduceSum(q, last)  a = Abs(s)  l = Sqrt(a)  y = Div(x, l)",
     "an epsilon that counts": "q = Mul(x, x)  s = ReduceSum(q, last)  c = Add(s, some)  l = Sqrt(c)  y = Div(x, l)",

@@ -36,7 +36,7 @@ def number(variable: Variable | None) -> float | None:
 def added_number(variable: Variable | None, type_: str = "Add") -> tuple[Variable | None, float | None]:
     """What a number is added to (or joined with by another commutative operator), and the number."""
     op = maker(variable, type_)
-    for slot in (0, 1) if op is not None else ():
+    for slot in (0, 1) if op is not None and len(op.inputs) == 2 else ():
         found = None if op is None else number(op.input(slot))
         if op is not None and found is not None:
             return op.input(1 - slot), found

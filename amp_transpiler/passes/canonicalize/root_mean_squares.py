@@ -32,8 +32,8 @@ _DELICATE = frozenset({"Add", "Sub", "Sqrt", "Pow", "Log", "Max", "Clip", "Div",
 
 
 def write_as_norms(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> int:
-    """Rewrite roots of mean squares and mean squares over a known number of elements, and roots of a sum of squares
-    and an epsilon, in place; how many.
+    """Rewrite roots of mean squares and mean squares over a known number of elements, and divisions by roots of a sum
+    of squares and an epsilon, in place; how many.
 
     Variables among ``names`` and operators of ``keep`` stay what they are.
     """
@@ -56,7 +56,7 @@ def write_as_norms(program: Graph, names: frozenset[str], keep: frozenset[Operat
         found = _Found(program, x, square, mean, axes, math.prod(sizes))
         if not found.may_go(names, keep):
             continue
-        count += found.rewrite_root(epsilon_needed=summed) or (not summed and found.rewrite_mean())
+        count += found.rewrite_root(of_sum=summed) or (not summed and found.rewrite_mean())
     return count
 
 
@@ -79,10 +79,10 @@ class _Found:
         alone = len(squared.readers) == 1 and not (names & {squared.name, self.made.name})
         return alone and not keep & {self.square, self.mean} and self.made not in self.program.outputs
 
-    def rewrite_root(self, epsilon_needed: bool) -> bool:
-        """Write the root of the mean square, and of an epsilon, as a norm."""
+    def rewrite_root(self, of_sum: bool) -> bool:
+        """Write the root of the mean square, and of an epsilon, as a norm; of a sum and an epsilon, what is divided."""
         root, epsilon = self._root()
-        if root is None or not self.kept or root.outputs[0] is None or (epsilon_needed and not epsilon):
+        if root is None or not self.kept or root.outputs[0] is None or (of_sum and not epsilon):
             return False
         out = root.outputs[0]
         readers = [op for op, _ in out.readers]
@@ -90,10 +90,12 @@ class _Found:
             return False
         if epsilon and math.sqrt(epsilon * self.count) < LEAST_ROOT:
             return False
+        quotients = self._quotients(out)
+        if of_sum and quotients is None:  # the magnitude of a spectrum, whose digits may count
+            return False
         norm = self._norm(self.x, self.axes, self.made.shape)
         if epsilon:
             norm = self._norm(self._padded(norm, math.sqrt(epsilon * self.count)), self.axes[-1:], self.made.shape)
-        quotients = self._quotients(out)
         if self.count > 1 and (quotients is None or not self._scale_weights(quotients)):
             norm = self._scaled(norm, 1 / math.sqrt(self.count))
         if quotients is None:

@@ -31,6 +31,8 @@ def write_roots(program: Graph, names: frozenset[str] = frozenset(), keep: froze
 def _of_squares(variable: Variable | None) -> bool:
     summed, epsilon = added_number(variable)
     read = variable if epsilon is None or epsilon < 0 else summed
+    if maker(read, "ReduceSumSquare") is not None:
+        return True
     total = maker(read, "ReduceMean") or maker(read, "ReduceSum")
     square = None if total is None else maker(total.input(0), "Pow") or maker(total.input(0), "Mul")
     return square is not None and squares(square)

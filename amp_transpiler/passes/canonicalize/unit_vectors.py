@@ -21,7 +21,6 @@ from amp_transpiler.passes.canonicalize.matching import (
     added_number,
     alone,
     lower_bound,
-    number,
     reduced_axes,
     remove,
     squares,
@@ -30,7 +29,7 @@ from amp_transpiler.passes.canonicalize.root_mean_squares import LEAST_ROOT
 from amp_transpiler.passes.view.of_type import of_type
 
 #: What a length is made of, from the last on.
-_PARTS = ("Expand", "Max", "Clip", "Add", "Sqrt", "Pow", "ReduceL2", "ReduceSum", "ReduceSumSquare")
+_PARTS = ("Expand", "Max", "Clip", "Add", "Sqrt", "ReduceL2", "ReduceSum", "ReduceSumSquare")
 
 
 @dataclass
@@ -64,9 +63,9 @@ def _length(last: Operator, names: frozenset[str]) -> _Length | None:
         below, gain, before = last.input(slot), 1.0, []
         if last.type == "Mul":
             product = alone(below, ("Mul",), names)
-            factor, number = (None, None) if product is None else added_number(below, "Mul")
-            if product is not None and number is not None:
-                below, gain, before = factor, number, [product]
+            factor, by = (None, None) if product is None else added_number(below, "Mul")
+            if product is not None and by is not None:
+                below, gain, before = factor, by, [product]
             inverse = alone(below, ("Reciprocal",), names)
             below = None if inverse is None else inverse.input(0)
         x = last.input(1 - slot)
@@ -95,9 +94,7 @@ def _written(below: Variable | None, x: Variable, names: frozenset[str]) -> _Len
             if least is None or not 0 < least < LEAST_ROOT**2 or floor or power == 1:
                 return None
             floor = math.sqrt(least)
-        elif op.type in ("Sqrt", "Pow"):
-            if power != 1 or (op.type == "Pow" and number(op.input(1)) != 0.5):
-                return None
+        elif op.type == "Sqrt" and power == 1:
             below, power = op.input(0), 0.5
         elif op.type == "Expand" and len(operators) == 1:
             below = op.input(0)
