@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from amp_transpiler.conversion.conversion_options import OPTIONS
 from amp_transpiler.conversion.protected import converted, protected
 from amp_transpiler.ir.graph import Graph
+from amp_transpiler.passes.canonicalize.floored_sums import write_shares
 from amp_transpiler.passes.canonicalize.fuse_norm import fuse_layer_norms
 from amp_transpiler.passes.canonicalize.hypotenuses import write_hypotenuses
 from amp_transpiler.passes.canonicalize.root_mean_squares import write_as_norms
 from amp_transpiler.passes.canonicalize.roots import write_roots
-from amp_transpiler.passes.canonicalize.shares import write_shares
 from amp_transpiler.passes.canonicalize.simplify import remove_dead
 from amp_transpiler.passes.canonicalize.unit_vectors import write_unit_vectors
 from amp_transpiler.passes.pipeline import Context, Pass, Property

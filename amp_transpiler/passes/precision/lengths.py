@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.lists import AutoMixedPrecisionLists
-from amp_transpiler.passes.canonicalize.shares import write_shares
+from amp_transpiler.passes.canonicalize.floored_sums import write_shares
 from amp_transpiler.passes.canonicalize.unit_vectors import write_unit_vectors
 from amp_transpiler.passes.precision.rules import black_operators
 from amp_transpiler.passes.view.typing import operator_name, programs

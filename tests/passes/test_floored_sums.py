@@ -8,7 +8,7 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
-from amp_transpiler.passes.canonicalize.shares import write_shares
+from amp_transpiler.passes.canonicalize.floored_sums import write_shares
 from tests.helpers.sessions import run
 
 HEAD = '<ir_version: 8, opset_import: ["" : 18]> net (float[2,5,8] x, int64[2,5,3] at) => (float[2,5,3] y) '
