@@ -88,6 +88,18 @@ def reduced_axes(op: Operator) -> list[int] | None:
     return sorted({int(axis) % rank for axis in (given if given is not None else axes.reshape(-1))})  # type: ignore[union-attr]
 
 
+def added_axes(op: Operator) -> list[int] | None:
+    """The axes that an Unsqueeze puts in, counted from the first of what it makes; None where they are not known."""
+    read, given = op.inputs[0], op.attrs.get("axes")
+    if given is None:
+        data = None if op.input(1) is None else constant_array(op.inputs[1])  # type: ignore[arg-type]
+        given = None if data is None else data.reshape(-1)
+    if read is None or read.shape is None or given is None:
+        return None
+    rank = len(read.shape) + len(given)
+    return [int(axis) % rank for axis in given]
+
+
 def remove(last: Operator, needed: set[Variable]) -> None:
     """Take out an operator, and those before it, constants too, that nothing else needs then."""
     program = last.program

@@ -13,7 +13,7 @@ import numpy as np
 from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array, tensor_type
-from amp_transpiler.passes.canonicalize.matching import added_number, maker, only_reader
+from amp_transpiler.passes.canonicalize.matching import added_axes, added_number, maker, only_reader
 from amp_transpiler.passes.view.constants import content
 
 #: What makes a repeated table of a repeated one, of one operand.
@@ -75,7 +75,7 @@ def joined(concat: Operator) -> Joined | None:
     last = only_reader(out)
     if rank != 5 or axis not in (-1, 4) or last is None or last.full_type != "Reshape" or last.input(0) is not out:
         return None
-    one, other = (None if op is None or not _adds_last(op) else op.input(0) for op in apart)
+    one, other = (None if op is None or added_axes(op) != [4] else op.input(0) for op in apart)
     shape, made = out.shape or (), last.output(0)
     if one is None or other is None or made is None or not isinstance(shape[3], int):
         return None
@@ -108,7 +108,7 @@ def repeats(variable: Variable, pairs: bool, steps: int = _STEPS) -> bool:
         return False
     if (source.shape or (None,))[-1] != shape[-1]:
         return pairs and op.type == "Reshape" and _is_doubled(source, shape)
-    if op.type == "Unsqueeze" and _axes(op) & {None, -1, len(shape) - 1}:  # a last axis of 1 would not have its size
+    if op.type == "Unsqueeze" and len(shape) - 1 in (added_axes(op) or [len(shape) - 1]):  # of 1, not of its size
         return False
     return repeats(source, pairs, steps - 1)
 
@@ -149,16 +149,6 @@ def _column(view: Variable | None, column: int | None) -> Part | None:
 
 def _has_heads(x: Variable | None) -> bool:
     return x is not None and len(x.shape or ()) == 4 and x.dtype == "float32"
-
-
-def _adds_last(unsqueeze: Operator) -> bool:
-    return _axes(unsqueeze) <= {-1, 4}
-
-
-def _axes(op: Operator) -> set[int | None]:
-    """The axes of an Unsqueeze; None among them where they are not known."""
-    axes = None if op.input(1) is None else constant_array(op.inputs[1])  # type: ignore[arg-type]
-    return {None} if axes is None else {int(axis) for axis in axes.reshape(-1)}
 
 
 # -- tables ----------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ matrix, as exact as the loop.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +16,7 @@ import numpy as np
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array
-from amp_transpiler.passes.canonicalize.matching import factor, maker, number, reduced_axes, remove
+from amp_transpiler.passes.canonicalize.matching import added_axes, factor, maker, number, reduced_axes, remove
 from amp_transpiler.passes.canonicalize.whole_splits import piece_of
 from amp_transpiler.passes.view.constants import content
 from amp_transpiler.passes.view.of_type import of_type
@@ -81,7 +80,7 @@ def _before(loop: _Loop, made: Variable, row: int) -> Variable | None:
         return None
     raised = maker(put.input(2), "Unsqueeze")
     written = None if raised is None else _head_written(loop, raised.input(0), row)
-    if raised is None or _axes(raised) != [rank - 2] or written is None:
+    if raised is None or added_axes(raised) != [rank - 2] or written is None:
         return None
     old, new = written
     pick = maker(old, "Gather")
@@ -107,7 +106,7 @@ def _weighted(loop: _Loop, variable: Variable | None, head: Variable | None, bef
     for slot in (0, 1) if product is not None else ():
         assert product is not None
         column, corner = maker(product.input(slot), "Unsqueeze"), product.input(1 - slot)
-        if column is None or column.input(0) is not head or _axes(column) != [rank - 1]:
+        if column is None or column.input(0) is not head or added_axes(column) != [rank - 1]:
             continue
         for axis in (rank - 1, rank - 2):
             cut = maker(corner, "Slice")
@@ -156,15 +155,6 @@ def _all_are(variable: Variable | None, value: int) -> bool:
     repeated = maker(variable, "Expand")
     data = None if variable is None else content(variable if repeated is None else repeated.inputs[0])  # type: ignore[arg-type]
     return data is not None and bool((as_array(data) == value).all())
-
-
-def _axes(op: Operator) -> list[int]:
-    """Where an Unsqueeze puts its axis."""
-    given = op.attrs.get("axes")
-    data = None if op.input(1) is None else content(op.inputs[1])  # type: ignore[arg-type]
-    axes: Sequence[int] = given if given is not None else [] if data is None else as_array(data).reshape(-1).tolist()
-    rank = len(op.inputs[0].shape or ()) + len(axes) if op.inputs[0] is not None else 0
-    return [int(axis) % rank for axis in axes]
 
 
 def _strictly_lower(variable: Variable | None, size: int) -> bool:
