@@ -37,8 +37,8 @@ from amp_transpiler.passes.canonicalize.control_flow import expand_control_flow
 from amp_transpiler.passes.canonicalize.filled import join_pieces
 from amp_transpiler.passes.canonicalize.fuse_gelu import fuse_gelus
 from amp_transpiler.passes.canonicalize.fuse_hard_swish import fuse_hard_swishes
-from amp_transpiler.passes.canonicalize.fuse_norm import fuse_layer_norms, keep_root_mean_squares
-from amp_transpiler.passes.canonicalize.fuse_rms import fuse_rms_norms
+from amp_transpiler.passes.canonicalize.fuse_norm import fuse_layer_norms
+from amp_transpiler.passes.canonicalize.fuse_rms import fuse_rms_norms, keep_root_mean_squares
 from amp_transpiler.passes.canonicalize.fuse_rotary import fuse_rotations
 from amp_transpiler.passes.canonicalize.fuse_swish import fuse_swishes
 from amp_transpiler.passes.canonicalize.inlining import inline_functions

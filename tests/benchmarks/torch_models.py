@@ -15,6 +15,7 @@ import contextlib
 import resource
 import sys
 import time
+from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 import torch
@@ -117,10 +118,13 @@ def export(model, inputs, names, path):
 def main():
     """Export, or serve."""
     folder, name, place, form = sys.argv[1:]
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for missing in ("nms", "qnms"):  # torchvision for CUDA, which nobody calls here, does not load beside torch for CPU
-        with contextlib.suppress(RuntimeError):
-            library.define(f"{missing}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    library = None  # kept alive: the operators go with it
+    with contextlib.suppress(PackageNotFoundError):
+        if version("torch").partition("+")[2] != version("torchvision").partition("+")[2]:
+            # torchvision of another build than torch's loads none of its operators, which its import asks for
+            library = torch.library.Library("torchvision", "DEF")
+            for missing in ("nms", "qnms"):
+                library.define(f"{missing}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     model, inputs, names = MODELS[name]()
     if form == "export":
         export(model, inputs, names, f"{folder}/{name}")

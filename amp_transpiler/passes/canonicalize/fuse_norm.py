@@ -2,47 +2,72 @@
 
 Before opset 17 there was no LayerNormalization: exports hold ReduceMean, Sub, Pow, ReduceMean, Add, Sqrt, Div, Mul and
 Add. TensorFlow writes x s + (b - m s), where s is the scale by the deviation, at any opset; Flax takes the square of
-the mean off the mean of squares. As one operator it is computed in fp32 inside, whatever it reads; written out, in pure
-16 bit, the square of a deviation overflows beyond 255, an epsilon of 1e-12 is 0, and x s and m s cancel out.
+the mean off the mean of squares. Norms of channels (SAM, ConvNeXt, much hand-written code) are written out at any opset
+too: the operator normalises last dimensions, so that it stands between two transpositions. As one operator it is
+computed in fp32 inside, whatever it reads; written out, in pure 16 bit, the square of a deviation overflows beyond 255,
+an epsilon of 1e-12 is 0, and x s and m s cancel out.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import static
-from amp_transpiler.ir.metadata import FULL
-from amp_transpiler.ir.nodes import Operator, Shape, Variable
-from amp_transpiler.ir.reasons import Kind, Reason
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array
-from amp_transpiler.passes.canonicalize.matching import added_number, maker, number, reduced_axes, remove, squares
+from amp_transpiler.ir.types import numpy_dtype
+from amp_transpiler.passes.canonicalize.matching import (
+    added_number,
+    maker,
+    number,
+    only_reader,
+    reduced_axes,
+    remove,
+    squares,
+)
 from amp_transpiler.passes.pipeline import Context, Pass
 from amp_transpiler.passes.view.constants import content
 from amp_transpiler.passes.view.of_type import of_type
 
 #: What takes a mean; the second one over all dimensions but two.
 MEANS = ("ReduceMean", "GlobalAveragePool")
+#: What ends a norm: a quotient, a product with the inverse of the deviation, TensorFlow's sum.
+_ENDS = ("Div", "Mul", "Add")
 
 
 @dataclass(frozen=True)
 class _Norm:
-    """What was found: the last operator, what is normalised, scale, bias, epsilon."""
+    """What was found: the last operator, what is normalised and its mean, the root of its variance, scale and bias.
+
+    Where there are none, the last operator makes what is neither scaled nor moved. The variance is ``factor`` times the
+    mean of squares: torch's own divides by one less than there are elements.
+    """
 
     last: Operator
     x: Variable
-    scale: Variable
-    bias: Variable
-    epsilon: float
-    axis: int
+    mean: Variable
+    root: Operator
+    scale: Variable | None = None
+    bias: Variable | None = None
+    epsilon: float = 0.0
+    factor: float = 1.0
+    axes: tuple[int, ...] = ()
+
+    @property
+    def weights(self) -> list[Variable]:
+        return [weight for weight in (self.scale, self.bias) if weight is not None]
 
 
 def fuse_layer_norms(
     program: Graph, names: frozenset[str] = frozenset(), keep: frozenset[Operator] = frozenset()
 ) -> list[str]:
-    """Put one LayerNormalization in the place of each that is written out over the last dimensions; in place."""
+    """Put one LayerNormalization in the place of each norm that is written out; in place."""
     count = 0
-    for op in of_type(program, "Add") if any(of_type(program, mean) for mean in MEANS) else ():
+    for op in of_type(program, *_ENDS) if any(of_type(program, mean) for mean in MEANS) else ():
         found = _found(op)
         if found is not None and not _protected(found, names, keep):
             _fuse(found)
@@ -52,7 +77,7 @@ def fuse_layer_norms(
 
 def has_layer_norms(program: Graph) -> bool:
     """Whether there is a layer norm that is written out."""
-    return any(_found(op) is not None for op in of_type(program, "Add"))
+    return any(_found(op) is not None for op in of_type(program, *_ENDS))
 
 
 def _protected(norm: _Norm, names: frozenset[str], keep: frozenset[Operator]) -> bool:
@@ -62,99 +87,143 @@ def _protected(norm: _Norm, names: frozenset[str], keep: frozenset[Operator]) ->
     pending, seen = [norm.last], {norm.last}
     while pending:
         op = pending.pop()
-        read = [v.producer for v in op.inputs if v is not None and v not in (norm.x, norm.scale, norm.bias)]
+        read = [v.producer for v in op.inputs if v is not None and v not in (norm.x, *norm.weights)]
         pending += [maker for maker in dict.fromkeys(read) if maker is not None and maker not in seen]
         seen.update(pending)
     return bool(keep & seen) or any(v is not None and v.name in names for op in seen for v in op.outputs)
 
 
-def keep_root_mean_squares(program: Graph) -> list[str]:
-    """Let what divides by the root of a mean square (an RMS norm, written out) run in fp32 whatever the lists say.
-
-    Such a norm has no operator before opset 23; as one it would be computed in fp32 inside.
-    """
-    count = 0
-    for root in program.operators:
-        summed, epsilon = added_number(root.input(0)) if root.type == "Sqrt" and not root.domain else (None, None)
-        mean = maker(summed, "ReduceMean")
-        square = None if mean is None else maker(mean.input(0), "Pow") or maker(mean.input(0), "Mul")
-        if mean is None or square is None or epsilon is None or not squares(square) or FULL in root.metadata:
-            continue
-        made = root.outputs[0]
-        assert made is not None and root.inputs[0] is not None and root.inputs[0].producer is not None
-        behind = [op for op, _ in made.readers if op.type in ("Div", "Reciprocal")]
-        inverses = [op.outputs[0] for op in behind if op.type == "Reciprocal" or op.input(1) is made]
-        products = [
-            op for v in inverses if v is not None and v.shape == made.shape for op, _ in v.readers if op.type == "Mul"
-        ]
-        for op in (square, mean, root.inputs[0].producer, root, *behind, *products):
-            op.metadata[FULL] = str(Reason(Kind.STATISTICS))
-        count += 1
-    program.touch()
-    return [f"{count} RMS norms that are written out keep their statistics in fp32"] if count else []
-
-
 def _fuse(norm: _Norm) -> None:
-    program, out = norm.last.program, norm.last.outputs[0]
-    remove(norm.last, {norm.x, norm.scale, norm.bias})
-    attrs = {"axis": norm.axis, "epsilon": norm.epsilon}
-    weights = [_of_rank(weight, -norm.axis) for weight in (norm.scale, norm.bias)]
-    program.add_operator(
-        "LayerNormalization", [norm.x, *weights], [out], attrs=attrs, name=norm.last.name, like=norm.last
-    )
+    last, x, out = norm.last, norm.x, norm.last.outputs[0]
+    program, rank = last.program, len(norm.x.shape or ())
+    assert out is not None and x.shape is not None
+    size = static(tuple(x.shape[axis] for axis in norm.axes)) or ()
+    weights = [None if weight is None else _source(weight, size) for weight in (norm.scale, norm.bias)]
+    remove(last, {x, *(weight for weight in weights if weight is not None)})
+    scale, bias = (None if weight is None else _of_size(weight, size, last) for weight in weights)
+    order = [axis for axis in range(rank) if axis not in norm.axes] + list(norm.axes)
+    moved = order != sorted(order)
+    read = _transposed(x, order, last) if moved else x
+    made = program.new_variable(out.name, out.dtype, read.shape) if moved else out
+    inputs = [read, _scale(norm, scale, size), *([] if bias is None else [bias])]
+    attrs = {"axis": -len(norm.axes), "epsilon": norm.epsilon / norm.factor}
+    program.add_operator("LayerNormalization", inputs, [made], attrs=attrs, name=last.name, like=last)
+    if moved:
+        back = {"perm": [order.index(axis) for axis in range(rank)]}
+        program.add_operator("Transpose", [made], [out], attrs=back, like=last)
 
 
-def _of_rank(weight: Variable, rank: int) -> Variable:
-    """A scale or bias without the 1s before its last ``rank`` dimensions: a parameter itself, of a constant another."""
-    if len(weight.shape or ()) == rank:
+def _scale(norm: _Norm, scale: Variable | None, size: tuple[int, ...]) -> Variable:
+    """The scale of a norm by the mean of squares itself."""
+    program, x, by = norm.last.program, norm.x, norm.factor**-0.5
+    if scale is not None and by == 1:
+        return scale
+    held = None if scale is None or scale.persistable else content(scale)
+    if scale is None or held is not None:
+        array = np.ones(size, numpy_dtype(x.dtype or "float32")) if held is None else as_array(held)
+        return program.add_constant(f"{x.name}.scale", (array * by).astype(array.dtype))
+    made, factor = program.new_variable(scale.name, scale.dtype, size), np.array(by, numpy_dtype(x.dtype or "float32"))
+    constant = program.add_constant(f"{scale.name}.factor", factor)
+    program.add_operator("Mul", [scale, constant], [made], like=norm.last)
+    return made
+
+
+def _transposed(x: Variable, order: list[int], like: Operator) -> Variable:
+    assert x.shape is not None
+    made = x.program.new_variable(x.name, x.dtype, tuple(x.shape[axis] for axis in order))
+    x.program.add_operator("Transpose", [x], [made], attrs={"perm": order}, like=like)
+    return made
+
+
+def _source(weight: Variable, size: tuple[int, ...]) -> Variable:
+    """What dimensions of 1 were put into, where that is what makes the scale or bias; else this itself."""
+    ones = maker(weight, "Unsqueeze") or maker(weight, "Reshape")
+    read = None if ones is None else ones.input(0)
+    return read if read is not None and read.shape == size else weight
+
+
+def _of_size(weight: Variable, size: tuple[int, ...], like: Operator) -> Variable:
+    """A scale or bias without dimensions of 1, as another constant or reshaped."""
+    program = weight.program
+    if weight.shape == size:
         return weight
-    array = as_array(content(weight))
-    array = array.reshape(array.shape[array.ndim - rank :])
-    if not weight.persistable:
-        return weight.program.add_constant(weight.name, array)
-    weight.data, weight.shape = array, array.shape
-    return weight
+    array = None if weight.persistable else content(weight)
+    if array is not None:
+        return program.add_constant(weight.name, as_array(array).reshape(size))
+    made = program.new_variable(weight.name, weight.dtype, size)
+    sizes = program.add_constant(f"{weight.name}.sizes", np.array(size, np.int64))
+    program.add_operator("Reshape", [weight, sizes], [made], like=like)
+    return made
 
 
-def _found(last: Operator) -> _Norm | None:
-    """The norm that ends in this Add."""
-    scaled = _divided(last) or _shifted(last)
-    if scaled is None:
+def _found(op: Operator) -> _Norm | None:
+    """The norm whose quotient this operator makes; TensorFlow's ends in it."""
+    norm = _divided(op) or _shifted(op)
+    if norm is None:
         return None
-    x, mean, root, scale, bias = scaled
-    summed, epsilon = added_number(root.input(0))
-    variance = _variance(summed, x, mean.output(0))
-    if variance is None or epsilon is None or mean.input(0) is not x:
+    mean, x = _mean(norm.mean), norm.x
+    summed, epsilon = added_number(norm.root.input(0))
+    variance, factor = _variance(summed, x, norm.mean)
+    if mean is None or mean.input(0) is not x or variance is None or epsilon is None or x.shape is None:
         return None
-    axes, shape = reduced_axes(mean) or [], x.shape or ()
-    if reduced_axes(variance) != axes:
+    axes, over = reduced_axes(mean) or [], _average(variance)[0]
+    if not axes or axes != list(range(axes[0], axes[-1] + 1)) or over is None or reduced_axes(over) != axes:
         return None
-    over_last = bool(axes) and axes == list(range(len(shape) - len(axes), len(shape)))
-    size = shape[len(shape) - len(axes) :]
-    if not (over_last and _keeps(mean) and _keeps(variance)) or static(size) is None:
+    ones = tuple(1 if axis in axes else size for axis, size in enumerate(x.shape))
+    if norm.mean.shape != ones or variance.shape != ones or static(tuple(x.shape[axis] for axis in axes)) is None:
         return None
-    if not (_fits(scale, size) and _fits(bias, size)) or scale.dtype != x.dtype:
+    norm = replace(norm, axes=tuple(axes), epsilon=epsilon, factor=factor)
+    return _with_weights(norm) if all(_fits(weight, norm) for weight in norm.weights) else None
+
+
+def _with_weights(norm: _Norm) -> _Norm:
+    """The norm with the scale and the bias that nothing but its quotient meets."""
+    if norm.scale is None and (found := _next(norm, "Mul")) is not None:
+        norm = replace(norm, last=found[0], scale=found[1])
+    if norm.bias is None and (found := _next(norm, "Add")) is not None:
+        norm = replace(norm, last=found[0], bias=found[1])
+    return norm
+
+
+def _next(norm: _Norm, type_: str) -> tuple[Operator, Variable] | None:
+    """The operator that alone reads what the norm made so far, if of this type, and its weight."""
+    made = norm.last.outputs[0]
+    op = only_reader(made)
+    if op is None or op.type != type_ or op.domain or len(op.inputs) != 2:
         return None
-    return _Norm(last, x, scale, bias, epsilon, -len(axes))
+    weight = op.input(1 if op.input(0) is made else 0)
+    return (op, weight) if weight is not None and weight is not made and _fits(weight, norm) else None
 
 
-#: What is normalised, its mean, the root of its variance, scale and bias.
-_Scaled = tuple[Variable, Operator, Operator, Variable, Variable]
+def _divided(op: Operator) -> _Norm | None:
+    """(x - mean) / root, or times the inverse of the root; x - mean is scaled or not."""
+    for slot in (0, 1) if op.type == "Mul" else (0,) if op.type == "Div" else ():
+        below = op.input(1 - slot) if op.type == "Div" else _inverted(op.input(1 - slot))
+        root, above, scale = maker(below, "Sqrt"), op.input(slot), None
+        deviation = None if root is None else _deviation(above)
+        for side in (0, 1) if root is not None and deviation is None else ():
+            product = maker(above, "Mul")
+            deviation = None if product is None else _deviation(product.input(side))
+            if product is not None and deviation is not None:
+                scale = product.input(1 - side)
+                break
+        x, mean = (None, None) if deviation is None else (deviation.input(0), deviation.input(1))
+        if root is not None and x is not None and mean is not None:
+            return _Norm(op, x, mean, root, scale)
+    return None
 
 
-def _divided(last: Operator) -> _Scaled | None:
-    """(x - mean) / root * scale + bias."""
-    scaled, bias = _split(last, "Mul")
-    normal, scale = _split(scaled, "Div")
-    deviation = None if normal is None else _deviation(normal.input(0))
-    if deviation is None or normal is None:
-        return None
-    return _complete(deviation.input(0), _mean(deviation.input(1)), maker(normal.input(1), "Sqrt"), scale, bias)
+def _inverted(variable: Variable | None) -> Variable | None:
+    """What the variable is the inverse of."""
+    inverse, quotient = maker(variable, "Reciprocal"), maker(variable, "Div")
+    if inverse is not None:
+        return inverse.input(0)
+    return quotient.input(1) if quotient is not None and number(quotient.input(0)) == 1 else None
 
 
-def _shifted(last: Operator) -> _Scaled | None:
+def _shifted(last: Operator) -> _Norm | None:
     """x * s + (-mean * s + bias), where s is scale / root; or bias - mean * s."""
-    for slot in (0, 1):
+    for slot in (0, 1) if last.type == "Add" else ():
         product, shift = maker(last.input(slot), "Mul"), last.input(1 - slot)
         plus, minus = maker(shift, "Add"), maker(shift, "Sub")
         moved, bias = _split(plus, "Mul") if minus is None else (maker(minus.input(1), "Mul"), minus.input(0))
@@ -167,30 +236,47 @@ def _shifted(last: Operator) -> _Scaled | None:
             centre = moved.input(1 if moved.input(0) is product.input(second) else 0)
             negative = maker(centre, "Neg")
             mean = centre if minus is not None else None if negative is None else negative.input(0)
-            return _complete(product.input(first), _mean(mean), maker(inverse.input(0), "Sqrt"), scale, bias)
+            x, root = product.input(first), maker(inverse.input(0), "Sqrt")
+            if x is None or mean is None or root is None or scale is None or bias is None:
+                return None
+            return _Norm(last, x, mean, root, scale, bias)
     return None
 
 
-def _complete(
-    x: Variable | None, mean: Operator | None, root: Operator | None, scale: Variable | None, bias: Variable | None
-) -> _Scaled | None:
-    if x is None or mean is None or root is None or scale is None or bias is None:
-        return None
-    return x, mean, root, scale, bias
-
-
 def _mean(variable: Variable | None) -> Operator | None:
-    """The operator that makes the variable, where that takes a mean."""
-    return next((op for op in (maker(variable, type_) for type_ in MEANS) if op is not None), None)
+    """The operator that takes the mean that the variable is."""
+    op, factor = _average(variable)
+    return op if abs(factor - 1) < 1e-6 else None
 
 
-def _fits(weight: Variable, size: Shape) -> bool:
-    """Whether a scale or a bias is of this size, or can be: TensorFlow puts dimensions of 1 before it."""
-    if weight.shape == size:
-        return True
-    ones = len(weight.shape or ()) - len(size)
-    alone = not weight.persistable or len(weight.readers) == 1
-    return ones > 0 and weight.shape == (1,) * ones + size and content(weight) is not None and alone
+def _average(variable: Variable | None) -> tuple[Operator | None, float]:
+    """The reduction whose mean, times a number, the variable is, with dimensions of 1 put in or not; the number."""
+    factor = 1.0
+    while variable is not None and (op := variable.producer) is not None and not op.domain:
+        if op.type in MEANS:
+            return op, factor
+        if op.type == "ReduceSum":
+            shape, axes = op.inputs[0].shape if op.inputs[0] is not None else None, reduced_axes(op)
+            size = None if shape is None or axes is None else static(tuple(shape[axis] for axis in axes))
+            return (None, factor) if size is None else (op, factor * math.prod(size))
+        if op.type in ("Mul", "Div"):
+            by = number(op.input(1))
+            if not by or by < 0:
+                break
+            factor = factor * by if op.type == "Mul" else factor / by
+        elif op.type not in ("Reshape", "Unsqueeze"):
+            break
+        variable = op.input(0)
+    return None, factor
+
+
+def _fits(weight: Variable, norm: _Norm) -> bool:
+    """Whether a scale or a bias has a number for each element along the norm's axes, and differs along no other."""
+    given, shape = weight.shape, norm.x.shape or ()
+    if given is None or len(given) > len(shape) or weight.dtype != norm.x.dtype:
+        return False
+    want = tuple(size if axis in norm.axes else 1 for axis, size in enumerate(shape))
+    return (1,) * (len(shape) - len(given)) + given == want
 
 
 def _split(op: Operator | None, type_: str) -> tuple[Operator | None, Variable | None]:
@@ -202,16 +288,30 @@ def _split(op: Operator | None, type_: str) -> tuple[Operator | None, Variable |
     return None, None
 
 
-def _variance(variable: Variable | None, x: Variable, mean: Variable | None) -> Operator | None:
-    """The mean in a variance of ``x``: of (x - mean)²; or of x², from which Flax takes mean², to 0 at least."""
-    found = _mean(_before_cast(variable, "float64"))
-    deviation = None if found is None else _deviation(_squared(_before_cast(found.input(0), "float32")))
+def _variance(variable: Variable | None, x: Variable, mean: Variable) -> tuple[Variable | None, float]:
+    """The mean in a variance of ``x``, and what it is multiplied with: of (x - mean)²; or of x², from which Flax takes
+    mean², to 0 at least."""
+    before = _before_cast(variable, "float64")
+    found, factor = _average(before)
     if found is not None:
-        return found if deviation is not None and list(deviation.inputs) == [x, mean] else None
+        deviation = _deviation(_squared(_before_cast(found.input(0), "float32")))
+        own = deviation is not None and deviation.input(0) is x and _equal_means(deviation.input(1), mean)
+        return (before, factor) if own else (None, 1.0)
     difference, least = added_number(variable, "Max")
     moved = maker(difference if least == 0 else variable, "Sub")
     found = None if moved is None or _squared(moved.input(1)) is not mean else _mean(moved.input(0))
-    return found if found is not None and _squared(found.input(0)) is x else None
+    own = moved is not None and found is not None and _squared(found.input(0)) is x
+    return (moved.input(0) if moved is not None and own else None, 1.0)
+
+
+def _equal_means(variable: Variable | None, mean: Variable) -> bool:
+    """Whether a variable is this mean, or is taken once more as it is."""
+    if variable is mean:
+        return True
+    one, other = _mean(variable), _mean(mean)
+    if variable is None or one is None or other is None or variable.shape != mean.shape:
+        return False
+    return one.input(0) is other.input(0) and reduced_axes(one) == reduced_axes(other)
 
 
 def _before_cast(variable: Variable | None, dtype: str) -> Variable | None:
@@ -256,11 +356,6 @@ def _squared(variable: Variable | None) -> Variable | None:
     return power.input(0) if power is not None and squares(power) else None
 
 
-def _keeps(op: Operator) -> bool:
-    """Whether a reduction keeps the dimensions that it is over."""
-    return bool(op.attrs.get("keepdims", 1) == 1)
-
-
 @dataclass(frozen=True)
 class FuseLayerNorms(Pass):
     """A layer norm over the last dimension that is written out becomes one operator."""
@@ -269,13 +364,3 @@ class FuseLayerNorms(Pass):
 
     def run(self, graph: Graph, context: Context) -> bool:
         return bool(fuse_layer_norms(graph))
-
-
-@dataclass(frozen=True)
-class KeepRootMeanSquares(Pass):
-    """An RMS norm that is written out is marked to run in fp32 whatever the lists say."""
-
-    name = "keep-root-mean-squares"
-
-    def run(self, graph: Graph, context: Context) -> bool:
-        return bool(keep_root_mean_squares(graph))

@@ -15,8 +15,9 @@ import numpy as np
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import static
-from amp_transpiler.ir.metadata import FUSED
+from amp_transpiler.ir.metadata import FULL, FUSED
 from amp_transpiler.ir.nodes import Operator, Shape, Variable
+from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.passes.canonicalize.matching import (
     added_number,
     factor,
@@ -26,6 +27,7 @@ from amp_transpiler.passes.canonicalize.matching import (
     remove,
     squares,
 )
+from amp_transpiler.passes.pipeline import Context, Pass
 from amp_transpiler.passes.view.of_type import of_type
 
 TYPE = "SimplifiedLayerNormalization"
@@ -109,3 +111,39 @@ def _fuse(norm: _Norm) -> None:
     remove(last, {norm.x, scale})
     op = program.add_operator(TYPE, [norm.x, scale], [out], attrs=attrs, name=last.name, like=last)
     op.metadata[FUSED] = _STANDS_FOR
+
+
+def keep_root_mean_squares(program: Graph) -> list[str]:
+    """Let what divides by the root of a mean square (an RMS norm, written out) run in fp32 whatever the lists say.
+
+    Such a norm has no operator before opset 23; as one it would be computed in fp32 inside.
+    """
+    count = 0
+    for root in program.operators:
+        summed, epsilon = added_number(root.input(0)) if root.type == "Sqrt" and not root.domain else (None, None)
+        mean = maker(summed, "ReduceMean")
+        square = None if mean is None else maker(mean.input(0), "Pow") or maker(mean.input(0), "Mul")
+        if mean is None or square is None or epsilon is None or not squares(square) or FULL in root.metadata:
+            continue
+        made = root.outputs[0]
+        assert made is not None and root.inputs[0] is not None and root.inputs[0].producer is not None
+        behind = [op for op, _ in made.readers if op.type in ("Div", "Reciprocal")]
+        inverses = [op.outputs[0] for op in behind if op.type == "Reciprocal" or op.input(1) is made]
+        products = [
+            op for v in inverses if v is not None and v.shape == made.shape for op, _ in v.readers if op.type == "Mul"
+        ]
+        for op in (square, mean, root.inputs[0].producer, root, *behind, *products):
+            op.metadata[FULL] = str(Reason(Kind.STATISTICS))
+        count += 1
+    program.touch()
+    return [f"{count} RMS norms that are written out keep their statistics in fp32"] if count else []
+
+
+@dataclass(frozen=True)
+class KeepRootMeanSquares(Pass):
+    """An RMS norm that is written out is marked to run in fp32 whatever the lists say."""
+
+    name = "keep-root-mean-squares"
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        return bool(keep_root_mean_squares(graph))

@@ -53,8 +53,8 @@ def write_as_norms(program: Graph, names: frozenset[str], keep: frozenset[Operat
         sizes = (1,) if summed else static(tuple(x.shape[axis] for axis in axes))
         if sizes is None or 0 in sizes:
             continue
-        found = _Found(program, x, square, mean, axes, math.prod(sizes))
-        if not found.may_go(names, keep):
+        found = _Found(program, x, square, mean, axes, math.prod(sizes), names, keep)
+        if not found.may_go():
             continue
         count += found.rewrite_root(of_sum=summed) or (not summed and found.rewrite_mean())
     return count
@@ -64,20 +64,29 @@ class _Found:
     """A mean square, and the root of it if there is one."""
 
     def __init__(
-        self, program: Graph, x: Variable, square: Operator, mean: Operator, axes: Sequence[int], count: int
+        self,
+        program: Graph,
+        x: Variable,
+        square: Operator,
+        mean: Operator,
+        axes: Sequence[int],
+        count: int,
+        names: frozenset[str],
+        keep: frozenset[Operator],
     ) -> None:
         self.program, self.x, self.square, self.mean, self.axes, self.count = program, x, square, mean, axes, count
+        self.names, self.keep = names, keep
         self.kept = mean.attrs.get("keepdims", 1) == 1
         made = mean.outputs[0]
         assert made is not None
         self.made = made
 
-    def may_go(self, names: frozenset[str], keep: frozenset[Operator]) -> bool:
+    def may_go(self) -> bool:
         """Whether square and mean are nobody else's."""
         squared = self.square.outputs[0]
         assert squared is not None
-        alone = len(squared.readers) == 1 and not (names & {squared.name, self.made.name})
-        return alone and not keep & {self.square, self.mean} and self.made not in self.program.outputs
+        alone = len(squared.readers) == 1 and not (self.names & {squared.name, self.made.name})
+        return alone and not self.keep & {self.square, self.mean} and self.made not in self.program.outputs
 
     def rewrite_root(self, of_sum: bool) -> bool:
         """Write the root of the mean square, and of an epsilon, as a norm; of a sum and an epsilon, what is divided."""
@@ -87,6 +96,8 @@ class _Found:
         out = root.outputs[0]
         readers = [op for op, _ in out.readers]
         if out in self.program.outputs or not readers or any(isinstance(s, str) for _, s in out.readers):
+            return False
+        if self._held(root):
             return False
         if epsilon and math.sqrt(epsilon * self.count) < LEAST_ROOT:
             return False
@@ -132,7 +143,7 @@ class _Found:
         if op.type == "Add" and op.output(0) is not None:
             _, number = added_number(op.output(0))
             made = op.outputs[0]
-            if number is None or number < 0 or made is None or len(made.readers) != 1:
+            if number is None or number < 0 or made is None or len(made.readers) != 1 or self._held(op):
                 return None, 0.0
             epsilon, op = number, made.readers[0][0]
         return (op, epsilon) if op.type == "Sqrt" and not op.domain else (None, 0.0)
@@ -147,6 +158,8 @@ class _Found:
             made = op.output(0)
             if op.type not in ("Reciprocal", "Div") or (slot == 0 and op.type == "Div") or made is None:
                 return None
+            if self._held(op) or self.keep.intersection(use for use, _ in made.readers):
+                return None
             for use, _ in made.readers:
                 if use.type != "Mul" or use.domain or use.input(0) is use.input(1):
                     return None
@@ -154,6 +167,10 @@ class _Found:
             if made in self.program.outputs or not made.readers:
                 return None
         return found
+
+    def _held(self, op: Operator) -> bool:
+        """Whether the operator has to stay, or what it makes."""
+        return op in self.keep or any(made is not None and made.name in self.names for made in op.outputs)
 
     def _scale_weights(self, quotients: Sequence[tuple[Operator, Operator]]) -> bool:
         """Let the weights that all quotients are multiplied by take in the root of the count."""
