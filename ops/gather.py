@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.intervals import Interval, Ranges, any_of, same
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, own, range_rule, traits
-from amp_transpiler.ops.common import Grads, padded_axis, shape_of, size_of, sliced
+from amp_transpiler.ops.common import Grads, comparable, padded_axis, shape_of, size_of, sliced
 from amp_transpiler.ops.row_sums import added_rows, remember_rows
 
 #: Rows of a table, for each one that is added to it, from which on onnxruntime's ScatterElements is faster on CPU: it
@@ -80,48 +80,70 @@ def _begin(indices: np.ndarray, size: int) -> int | None:
     return int(at[0]) if at.size and (np.diff(at) == 1).all() else None
 
 
-def _adds(op: Operator) -> bool:
-    return bool(op.attrs.get("reduction", "none") == "add")
-
-
-def _other_reduction(op: Operator) -> str:
-    reduction = op.attrs.get("reduction", "none")
-    if reduction in ("none", "add"):
+def _product(op: Operator) -> str:
+    if op.attrs.get("reduction", "none") != "mul":
         return ""
     return (
-        f"its gradient exists for reduction 'none' and 'add', not for '{reduction}'. Gather the elements, combine "
-        "them with Mul, Max or Min, and scatter the result with 'none'"
+        "its gradient exists for reduction 'none', 'add', 'max' and 'min', not for 'mul'. Gather them, multiply "
+        "them with Mul, and scatter the result with 'none'"
     )
 
 
-@gradient("ScatterElements", reads="x1 dy0", inputs=[0, 2], native=True, refuse=_other_reduction)
-def scatter_elements(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
-    """Added, the updates and the data share dy; written, dy goes to the one that the result holds."""
-    axis, adds = op.attrs.get("axis", 0), _adds(op)
-    d_data = d_updates = None
+_Move = Callable[[Value], Value]
+_Put = Callable[..., Value]
+
+
+def _scattered(e: Emitter, op: Operator, values: Sequence[Value], taken: _Move, put: _Put) -> Grads:
+    """Gradients of a scatter's data and updates; ``taken`` takes what lies at its indices, ``put`` puts updates there.
+
+    Added, updates and data share dy; written, dy goes to the one that the result holds. Of a largest or smallest it is
+    dealt out in equal parts among all that equal it, as torch's ``scatter_reduce`` deals it.
+    """
+    data, updates, made, dy = values
+    reduction = op.attrs.get("reduction", "none")
+    if reduction in ("max", "min"):
+        wide = e.f32(dy)
+        data, updates, made = (comparable(e, value) for value in (data, updates, made))
+        won, held = (e.cast(e.Equal(v, w), wide.dtype) for v, w in ((updates, taken(made)), (data, made)))
+        count = e.Max(put(held, won, reduction="add"), e.const(1, wide.dtype))
+        dy = e.Div(wide, count)
+        return [e.Mul(dy, held) if e.wants(0) else None, None, e.Mul(taken(dy), won) if e.wants(2) else None]
+    d_data = None
     if e.wants(0):
-        zeros = e.zeros(size_of(indices), dy.dtype)
-        d_data = dy if adds else e.ScatterElements(dy, indices, zeros, axis=axis, shape=dy.shape)
-    if e.wants(2):
+        d_data = dy if reduction == "add" else put(dy, e.zeros(size_of(updates), dy.dtype))
+    return [d_data, None, taken(dy) if e.wants(2) else None]
+
+
+@gradient("ScatterElements", reads="x0 x1 x2 y0 dy0", inputs=[0, 2], native=True, refuse=_product)
+def scatter_elements(
+    e: Emitter, op: Operator, data: Value, indices: Value, updates: Value, made: Value, dy: Value
+) -> Grads:
+    axis = op.attrs.get("axis", 0)
+
+    def taken(value: Value) -> Value:
         for i, size in enumerate(size_of(indices)):
-            if i != axis % len(size_of(dy)):
-                dy = sliced(e, dy, i, 0, size)
-        d_updates = e.GatherElements(dy, indices, axis=axis, shape=indices.shape)
-    return [d_data, None, d_updates]
+            if i != axis % len(size_of(indices)):
+                value = sliced(e, value, i, 0, size)
+        return e.GatherElements(value, indices, axis=axis, shape=indices.shape)
+
+    def put(value: Value, changes: Value, **attrs: str) -> Value:
+        return e.ScatterElements(value, indices, changes, axis=axis, shape=value.shape, **attrs)
+
+    return _scattered(e, op, [data, updates, made, dy], taken, put)
 
 
-@gradient("ScatterND", reads="x1 dy0", inputs=[0, 2], native=True, refuse=_other_reduction)
-def scatter_nd(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
+@gradient("ScatterND", reads="x0 x1 x2 y0 dy0", inputs=[0, 2], native=True, refuse=_product)
+def scatter_nd(e: Emitter, op: Operator, data: Value, indices: Value, updates: Value, made: Value, dy: Value) -> Grads:
     """As for ScatterElements; each index names a slice."""
-    adds, shape = _adds(op), size_of(dy)
     at = e.cast(indices, "int64")
-    rows = [*size_of(indices)[:-1], *shape[size_of(indices)[-1] :]]
-    d_data = d_updates = None
-    if e.wants(0):
-        d_data = dy if adds else e.ScatterND(dy, at, e.zeros(rows, dy.dtype), shape=shape)
-    if e.wants(2):
-        d_updates = e.GatherND(dy, at, shape=rows)
-    return [d_data, None, d_updates]
+
+    def taken(value: Value) -> Value:
+        return e.GatherND(value, at, shape=updates.shape)
+
+    def put(value: Value, changes: Value, **attrs: str) -> Value:
+        return e.ScatterND(value, at, changes, shape=value.shape, **attrs)
+
+    return _scattered(e, op, [data, updates, made, dy], taken, put)
 
 
 @gradient("TopK", reads="y1 dy0", inputs=[0], native=True)

@@ -34,7 +34,6 @@ from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.ir.weights import become_constants, not_a_weight
 from amp_transpiler.option_checks import choice
 from amp_transpiler.passes.canonicalize.control_flow import expand_control_flow
-from amp_transpiler.passes.canonicalize.filled import join_pieces
 from amp_transpiler.passes.canonicalize.fuse_gelu import fuse_gelus
 from amp_transpiler.passes.canonicalize.fuse_hard_swish import fuse_hard_swishes
 from amp_transpiler.passes.canonicalize.fuse_norm import fuse_layer_norms
@@ -49,6 +48,7 @@ from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.canonicalize.own_statistics import normalise_rows
 from amp_transpiler.passes.canonicalize.roots import write_roots
 from amp_transpiler.passes.canonicalize.simplify import remove_identities
+from amp_transpiler.passes.canonicalize.slice_writes import write_slices
 from amp_transpiler.passes.canonicalize.triangles import invert_triangles
 from amp_transpiler.passes.canonicalize.whole_splits import split_wholes
 from amp_transpiler.passes.numerics.mask_constants import saturate_masks
@@ -165,8 +165,8 @@ def prepare_training(
         notes += fuse_gelus(program)
         notes += fuse_swishes(program)
         notes += fuse_hard_swishes(program)
+        notes += write_slices(program)
         notes += split_wholes(program)
-        notes += join_pieces(program)
         notes += fuse_rms_norms(program)
         notes += fuse_rotations(program)
         notes += free_nan_rows(program)

@@ -50,7 +50,7 @@ class Kind(Enum):
     FREE = "no constraint"
     CHEAPER = "not profitable: casts to 16 bit and back would move more bytes"
     MOVES_ROWS = "moves rows of the 16-bit table '{subject}'"
-    INTEGER_CAST = "casts integers to what their readers take"
+    TARGET_OF_READERS = "casts to what its readers take"
     # -- what no list decides ----------------------------------------------------------------------
     INSIDE_ROLE = "inside an operator of role {detail}"
     INSIDE = "inside '{subject}', {cause}"

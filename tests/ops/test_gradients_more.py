@@ -137,7 +137,44 @@ def test_scatter_nd(reduction: str) -> None:
         check_gradient("ScatterND", [normal(4, 3), ints(1, 1).reshape(2, 1), normal(2, 3)], attrs=attrs)
 
 
-@pytest.mark.parametrize("reduction", ["mul", "max", "min"])
+@pytest.mark.parametrize("reduction", ["max", "min"])
+def test_scatters_of_the_largest_and_smallest(reduction: str) -> None:
+    attrs = {"reduction": reduction}
+    data, updates = normal(4, 5), normal(2, 3)
+    at = ints(1, 1, -1, 2, 2, 4).reshape(2, 3)
+    check_gradient("ScatterElements", [data, at, updates], attrs={"axis": 1, **attrs}, feeds=[1])
+    pairs = ints(2, 0, 1, 2, 2, 0).reshape(3, 2)
+    check_gradient("ScatterND", [normal(4, 3, 2), pairs, normal(3, 2)], attrs=attrs, feeds=[1])
+
+
+@pytest.mark.parametrize("type_", ["ScatterElements", "ScatterND"])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_equal_largest_numbers_share_a_gradient(type_: str, sign: float) -> None:
+    """torch.tensor([3., 5, 1, 7]).scatter_reduce(0, torch.tensor([0, 0, 1, 3, 3]), torch.tensor([3., 3, 5, 2, 8]), "amax")
+    has these gradients of a sum of results times 1, 2, 3, 4."""
+    main = amp.Program()
+    with amp.program_guard(main, amp.Program("startup")), amp.unique_name.guard():
+        data = amp.create_parameter([4], "float32", name="data")
+        updates = amp.create_parameter([5], "float32", name="updates")
+        y = main.add_variable("y", "float32", (4,))
+        places = ints(0, 0, 1, 3, 3)
+        at = main.add_constant("at", places if type_ == "ScatterElements" else places.reshape(5, 1))
+        attrs = {"reduction": "max" if sign > 0 else "min"}
+        main.add_operator(type_, [data, at, updates], [y], attrs=attrs)
+        loss = F.sum(y * amp.data("factor", [4], "float32"))
+    pairs = amp.append_backward(loss)
+    scope, executor = amp.Scope(), amp.Executor(threads=1)
+    scope.set_var("data", sign * np.array([3, 5, 1, 7], np.float32))
+    scope.set_var("updates", sign * np.array([3, 3, 5, 2, 8], np.float32))
+    found = executor.run(
+        main, feed={"factor": np.array([1, 2, 3, 4], np.float32)}, fetch_list=[g for _, g in pairs], scope=scope
+    )
+    held = {weight.name: np.asarray(g) for (weight, _), g in zip(pairs, found, strict=True)}
+    np.testing.assert_allclose(held["data"], [1 / 3, 1, 3, 0], rtol=1e-6)
+    np.testing.assert_allclose(held["updates"], [1 / 3, 1 / 3, 1, 0, 4], rtol=1e-6)
+
+
+@pytest.mark.parametrize("reduction", ["mul"])
 def test_other_scatters_say_what_to_do(reduction: str) -> None:
     main = amp.Program()
     with amp.program_guard(main, amp.Program("startup")), amp.unique_name.guard():
@@ -146,7 +183,7 @@ def test_other_scatters_say_what_to_do(reduction: str) -> None:
         at, updates = main.add_constant("at", ints(1)), main.add_constant("updates", np.ones(1, np.float32))
         main.add_operator("ScatterElements", [data, at, updates], [y], attrs={"reduction": reduction}, name="put")
         loss = F.mean(y)
-    complaint = f"'put' .*'none' and 'add', not for '{reduction}'. Gather the elements.*Freeze.*register_gradient"
+    complaint = f"'put' .*'none', 'add', 'max' and 'min', not for '{reduction}'. Gather them.*Freeze.*register_gradient"
     with pytest.raises(GradientError, match=complaint):
         amp.append_backward(loss)
 

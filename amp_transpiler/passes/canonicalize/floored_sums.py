@@ -1,8 +1,8 @@
 """Shares of a sum, as routers of experts make them of probabilities: the floor under the sum is one that float16 has.
 
 In ``x / (sum(x) + 1e-20)`` the number is there for a sum of 0, and is 0 itself in float16, so that sum and quotient
-would be fp32 between casts. Where no x is below 0 the least number of float16 does for it: a sum that is less is 0 in
-float16, and so is all that it is a sum of.
+would be fp32 between casts. Where no x is below 0, or magnitudes are added, the least number of float16 does for it: a
+sum that is less is 0 in float16, and so is all that it is a sum of.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def write_shares(program: Graph, names: frozenset[str], keep: frozenset[Operator
         total = alone(summed, ("ReduceSum", "ReduceL1"), names)
         if floor is None or total is None or least is None or not 0 < least < LEAST_HALF:
             continue
-        if total.input(0) is last.input(0) and _never_negative(total.input(0)) and not keep & {last, floor, total}:
+        whole = total.type == "ReduceL1" or _never_negative(total.input(0))
+        if total.input(0) is last.input(0) and whole and not keep & {last, floor, total}:
             _write(floor, summed)
             count += 1
     return count

@@ -30,9 +30,10 @@ from amp_transpiler.passes.view.typing import by_shapes, declared, is_float, ope
 
 #: Operators whose choice depends on more than the element types of their slots.
 _OWN_CHOICE = frozenset({"Cast", "CastLike", "Constant"})
-#: Integers that float16 takes over float32 as it would straight: float32 holds exactly what float16 can hold.
-_INTEGERS = frozenset({"bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"})
-_NARROW_INTEGERS = frozenset({"bool", "int8", "uint8", "int16", "uint16"})
+#: What 16 bit takes over float32 as it would straight: float32 holds exactly what float16 can hold of integers; of
+#: float64, the two roundings seldom give another number than one, and a range of 16 bit is one of float32.
+_NARROW = frozenset({"bool", "int8", "uint8", "int16", "uint16", "float64"})
+_SOURCES = _NARROW | {"int32", "uint32", "int64", "uint64"}
 
 
 @dataclass(frozen=True)
@@ -185,14 +186,14 @@ class _Choices(Rules):
         return any(v in kept or v.name in self.lists.black_varnames for v in tensors)
 
     def _retargeted(self, op: Operator) -> Free | None:
-        """The program's own cast of integers to float32: made in 16 bit it gives what a cast behind it would."""
+        """The program's own cast of integers or float64 to float32: in 16 bit it gives what a cast behind it would."""
         read, made = op.input(0), op.output(0)
         if operator_name(op) != "Cast" or inserted(op) or read is None or made is None:
             return None
-        half = Reason(Kind.INTEGER_CAST, runs=SHORT[self.dtype])
-        integers = _INTEGERS if self.dtype == "float16" else _NARROW_INTEGERS
+        half = Reason(Kind.TARGET_OF_READERS, runs=SHORT[self.dtype])
+        sources = _SOURCES if self.dtype == "float16" else _NARROW
         ours = made.dtype == self.dtype and op.why == half
-        if read.dtype not in integers or not (made.dtype == "float32" or ours):
+        if read.dtype not in sources or not (made.dtype == "float32" or ours):
             return None
         if self.forced(op) or (self.outside and self.outside(op)) or (self.constraints and self.constraints.on(op)):
             return None

@@ -1,0 +1,267 @@
+"""Assignments to slices are joined with what they leave, or added to it.
+
+``x[:, 1:] = y`` and ``x[:, 1:] += y`` are ScatterNDs in an export: of tensors that are turned so that the axis is the
+first one (torch's exporter, one inside the other for several axes, each written once more over itself), or of the place
+of each element (TorchScript's). Their gradients scatter and gather; of a Concat it is a Split, of a sum there is none.
+Keys of latent attention (DeepSeek, Kimi, GLM) are an empty tensor into which all slices are assigned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.infer import constant_array
+from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.ir.types import FLOATS
+from amp_transpiler.passes.canonicalize.matching import maker, remove
+from amp_transpiler.passes.canonicalize.whole_splits import piece_of
+from amp_transpiler.passes.view.constants import content
+from amp_transpiler.passes.view.of_type import of_type
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Places from ``start`` to ``end`` of an axis of ``size``."""
+
+    axis: int
+    start: int
+    end: int
+    size: int
+
+
+def write_slices(program: Graph) -> list[str]:
+    """Put Concats and sums in the place of ScatterNDs that overwrite a slice; in place."""
+    writer, count = _Writer(program), 0
+    for op in list(of_type(program, "ScatterND")):
+        ranges = _ranges(op) if op.program is program else None
+        if ranges is not None:
+            writer.write(op, ranges)
+            count += 1
+    return [f"{count} assignments to slices are joined with what they leave, or added to it"] if count else []
+
+
+def _ranges(op: Operator) -> list[_Range] | None:
+    """The first axes of what is written to and the places along each, where these follow each other."""
+    data, indices, made = op.input(0), op.input(1), op.output(0)
+    held = None if indices is None or indices.persistable else content(indices)
+    if data is None or data.shape is None or made is None or made.dtype not in FLOATS or held is None:
+        return None
+    at = as_array(held)
+    if not at.size:
+        return None
+    count = at.shape[-1]
+    sizes = [size for size in data.shape[:count] if isinstance(size, int)]
+    if op.attrs.get("reduction", "none") not in ("none", b"none") or not at.ndim == count + 1 == len(sizes) + 1:
+        return None
+    places = np.where(at < 0, at + np.array(sizes, at.dtype), at)
+    first = places.reshape(-1, count)[0]
+    if not np.array_equal(places, np.moveaxis(np.indices(at.shape[:-1]), 0, -1) + first):
+        return None
+    bounds = zip(first.tolist(), at.shape[:-1], sizes, strict=True)
+    return [_Range(axis, start, start + length, size) for axis, (start, length, size) in enumerate(bounds)]
+
+
+class _Writer:
+    """Rewrites ScatterNDs one after the other.
+
+    ``joined``: the Concats and Pads that it added; ``fresh``: the variables; ``cut``: pieces of this assignment.
+    """
+
+    def __init__(self, program: Graph) -> None:
+        self.program = program
+        self.joined: set[Operator] = set()
+        self.fresh: set[Variable] = set()
+        self.cut: list[Variable] = []
+        self.op: Operator
+
+    def write(self, op: Operator, ranges: Sequence[_Range]) -> None:
+        self.op, self.cut = op, []
+        data, rows, out = op.inputs[0], op.inputs[2], op.outputs[0]
+        assert data is not None and rows is not None and out is not None
+        straight, order = _before_turns(data, range(len(data.shape or ())))
+        back = [order.index(axis) for axis in range(len(order))]
+        turned = [_Range(order[r.axis], r.start, r.end, r.size) for r in ranges if r.end - r.start < r.size]
+        made = self._assigned(straight, turned, self._turned(rows, back))
+        remove(op, {made})
+        made = self._put(out, made, order)
+        for reader, _ in list(made.readers):
+            piece = piece_of(reader)
+            found = None if piece is None else self._piece(made, piece.axis, piece.start, piece.end)
+            if piece is not None and piece.keeps and found is not None and (result := reader.outputs[0]) is not None:
+                remove(reader, {made, found})
+                self._becomes(result, found)
+        for variable in self.cut:
+            if not variable.readers and variable.producer is not None:
+                remove(variable.producer, {made})
+                self.program.remove_variable(variable)
+
+    def _put(self, out: Variable, made: Variable, order: Sequence[int]) -> Variable:
+        """Let what read the result, which was turned, read what was not; what that is called then."""
+        for reader, _ in list(out.readers):
+            result = reader.outputs[0] if reader.type == "Transpose" and not reader.domain else None
+            if result is not None:
+                again = [order[axis] for axis in _order(reader)]
+                if again == sorted(again):
+                    self.program.remove_operator(reader)
+                    made = self._becomes(result, made)
+                else:
+                    reader.set_input(0, made)
+                    reader.attrs["perm"] = again
+        if not out.readers and out not in self.program.outputs and out not in self.program.updates.values():
+            self.program.remove_variable(out)
+        elif list(order) == sorted(order):
+            made = self._becomes(out, made)
+        else:
+            self._add("Transpose", [made], out, perm=list(order))
+        return made
+
+    def _assigned(self, x: Variable, ranges: Sequence[_Range], rows: Variable) -> Variable:
+        """``x`` with ``rows`` written to the ranges."""
+        if not ranges:
+            return rows
+        at, *rest = ranges
+        inside = self._assigned(self._slice(x, at.axis, at.start, at.end), rest, rows) if rest else rows
+        if _is_piece(inside, x, at):
+            return x
+        change = self._change(inside, x, at)
+        if change is not None:
+            made = self._new(x)
+            self._add("Add", [x, self._padded(change, at)], made)
+            return made
+        ends = [(0, at.start), (at.start, at.end), (at.end, at.size)]
+        parts = [
+            inside if start == at.start else self._slice(x, at.axis, start, end) for start, end in ends if start < end
+        ]
+        return self._concat(parts, at.axis, x)
+
+    def _change(self, inside: Variable, x: Variable, at: _Range) -> Variable | None:
+        """What was added to the piece of ``x`` that it is written over, of its size along the axis."""
+        total = maker(inside, "Add")
+        for slot in (0, 1) if total is not None else ():
+            change = None if total is None else total.input(1 - slot)
+            shape = None if change is None else change.shape
+            if total is None or change is None or shape is None or len(shape) != len(x.shape or ()):
+                continue
+            if shape[at.axis] == at.end - at.start and _is_piece(total.input(slot), x, at):
+                return change
+        return None
+
+    def _padded(self, change: Variable, at: _Range) -> Variable:
+        """A change with zeros before and behind it along the axis."""
+        shape, inner = list(change.shape or ()), maker(change, "Pad")
+        pads = np.zeros(2 * len(shape), np.int64)
+        pads[at.axis], pads[at.axis + len(shape)], shape[at.axis] = at.start, at.size - at.end, at.size
+        if inner is not None and inner in self.joined and len(change.readers) == 1 and inner.inputs[0] is not None:
+            within = constant_array(inner.inputs[1]) if inner.inputs[1] is not None else None
+            if within is not None:
+                pads, change = pads + within, inner.inputs[0]
+        made = self.program.new_variable(change.name, change.dtype, shape)
+        sizes = self.program.add_constant(f"{change.name}.pads", pads)
+        self.joined.add(self._add("Pad", [change, sizes], made))
+        return made
+
+    def _slice(self, x: Variable, axis: int, start: int, end: int) -> Variable:
+        """The places from ``start`` to ``end``: what was joined there, if they are whole parts of it."""
+        found = self._piece(x, axis, start, end)
+        if found is not None:
+            return found
+        at = _Range(axis, start, end, 0)
+        before = [reader.outputs[0] for reader, slot in x.readers if slot == 0 and _is_piece(reader.output(0), x, at)]
+        if before and before[0] is not None:
+            return before[0]
+        made = self._new(x, axis, end - start)
+        bounds = [
+            self.program.add_constant(f"{x.name}.{word}", np.array([number]))
+            for word, number in (("start", start), ("end", end), ("axis", axis))
+        ]
+        self._add("Slice", [x, *bounds], made)
+        self.cut.append(made)
+        return made
+
+    def _piece(self, x: Variable, axis: int, start: int, end: int) -> Variable | None:
+        """The parts that places of a joined tensor are; None where they are no whole ones, or others joined it."""
+        concat = maker(x, "Concat")
+        if concat is None or concat not in self.joined or concat.attrs.get("axis") != axis:
+            return None
+        parts, at = [], 0
+        for part in concat.inputs:
+            assert part is not None and part.shape is not None
+            size = part.shape[axis]
+            if not isinstance(size, int):
+                return None
+            if start <= at and at + size <= end:
+                parts.append(part)
+            elif at < end and start < at + size:
+                return None
+            at += size
+        return parts[0] if len(parts) == 1 else self._concat(parts, axis, x, end - start)
+
+    def _concat(self, parts: Sequence[Variable], axis: int, like: Variable, size: int | None = None) -> Variable:
+        flat = list[Variable]()
+        for part in parts:
+            before = maker(part, "Concat")
+            inner = before is not None and before in self.joined and before.attrs.get("axis") == axis
+            flat += [v for v in before.inputs if v is not None] if before is not None and inner else [part]
+        made = self._new(like, axis, size)
+        self.joined.add(self._add("Concat", flat, made, axis=axis))
+        return made
+
+    def _turned(self, value: Variable, order: Sequence[int]) -> Variable:
+        """The value turned, by one transposition however often it was turned before, or none."""
+        value, order = _before_turns(value, order)
+        if order == sorted(order):
+            return value
+        shape = value.shape or ()
+        made = self.program.new_variable(value.name, value.dtype, [shape[axis] for axis in order])
+        self._add("Transpose", [value], made, perm=order)
+        return made
+
+    def _becomes(self, old: Variable, new: Variable) -> Variable:
+        """Let what reads one variable, or takes it out of the program, have another; which of them is left."""
+        if old not in self.program.outputs and old not in self.program.updates.values():
+            self.program.replace_uses(old, new)
+            self.program.remove_variable(old)
+            return new
+        if new not in self.fresh or new.producer is None:
+            self._add("Identity", [new], old)
+            return new
+        self.program.replace_uses(new, old)
+        new.producer.set_output(0, old)
+        self.program.remove_variable(new)
+        return old
+
+    def _new(self, like: Variable, axis: int = 0, size: int | None = None) -> Variable:
+        shape = list(like.shape or ())
+        if size is not None:
+            shape[axis] = size
+        return self.program.new_variable(like.name, like.dtype, shape)
+
+    def _add(self, type_: str, inputs: Sequence[Variable], made: Variable, **attrs: object) -> Operator:
+        self.fresh.add(made)
+        return self.program.add_operator(type_, inputs, [made], attrs=attrs, like=self.op)
+
+
+def _before_turns(value: Variable, order: Sequence[int]) -> tuple[Variable, list[int]]:
+    """What a value was before it was turned, and how all of it and ``order`` turn that."""
+    while (turn := maker(value, "Transpose")) is not None and turn.inputs[0] is not None:
+        first = _order(turn)
+        value, order = turn.inputs[0], [first[axis] for axis in order]
+    return value, list(order)
+
+
+def _order(turn: Operator) -> list[int]:
+    """How a Transpose orders axes: without an attribute the other way round."""
+    rank = len(turn.inputs[0].shape or ()) if turn.inputs[0] is not None else 0
+    return [int(axis) for axis in turn.attrs.get("perm", range(rank)[::-1])]
+
+
+def _is_piece(variable: Variable | None, x: Variable, at: _Range) -> bool:
+    """Whether a variable is what lies at the range of ``x``."""
+    cut = maker(variable, "Slice")
+    found = None if cut is None or cut.input(0) is not x else piece_of(cut)
+    return found is not None and (found.axis, found.start, found.end) == (at.axis, at.start, at.end)
