@@ -53,17 +53,8 @@ NAMED: dict[str, str] = {
         ),
         _RANDOM,
     ),
-    **{f"test_scatter_elements_with_reduction_{how}": _OTHER for how in ("mul", "max", "min")},
-    **dict.fromkeys(
-        (
-            "test_scatternd_multiply",
-            "test_scatternd_max",
-            "test_scatternd_min",
-            "test_scatternd_max_with_element_indices",
-            "test_scatternd_min_with_element_indices",
-        ),
-        _OTHER,
-    ),
+    "test_scatter_elements_with_reduction_mul": _OTHER,
+    "test_scatternd_multiply": _OTHER,
 }
 #: Operators whose node tests are all on integers; test_gradients_data has their gradients.
 WITHOUT = frozenset({"Trilu"})

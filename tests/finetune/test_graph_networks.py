@@ -1,0 +1,89 @@
+"""Networks over the edges of a graph: their softmax over a node's edges is scattered, and edges decide on sizes."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx.reference import ReferenceEvaluator
+
+import amp_transpiler as amp
+from amp_transpiler.errors import GraphError
+from amp_transpiler.nn import functional as F
+
+#: A layer of graph attention as PyTorch Geometric exports it: loops are taken out of the edges, one for each node is
+#: put in, and each node weighs its neighbours by a softmax whose maximum and sum are scattered.
+GAT = """<ir_version: 8, opset_import: ["" : 18]>
+gat ({real}[5,3] x, int64[2,7] edges) => ({real}[5,4] y)
+  <{real}[3,4] w = {{{w}}}, {real}[4] here = {{0.5, -0.4, 0.3, 0.8}}, {real}[4] there = {{-0.6, 0.2, 0.7, 0.1}},
+   {real} slope = {{0.2}}, int64[1] first = {{0}}, int64[1] second = {{1}}, int64[2,5] loops = {{0, 1, 2, 3, 4, 0, 1, 2, 3, 4}},
+   {real}[5] least = {{-1e30, -1e30, -1e30, -1e30, -1e30}}, {real}[5] none = {{0, 0, 0, 0, 0}},
+   {real}[5,4] empty = {{{zeros}}}, int64[2] flat = {{1, -1}}, int64[1] line = {{-1}}>
+{{
+  h = MatMul(x, w)
+  from1 = Gather <axis = 0> (edges, first)  to1 = Gather <axis = 0> (edges, second)  same = Equal(from1, to1)
+  other = Not(same)  row = Reshape(other, line)  at = NonZero(row)  kept = Squeeze(at, first)
+  apart = Gather <axis = 1> (edges, kept)  all = Concat <axis = 1> (apart, loops)
+  j1 = Gather <axis = 0> (all, first)  j = Reshape(j1, line)  i1 = Gather <axis = 0> (all, second)  i = Reshape(i1, line)
+  hh = Mul(h, here)  a = ReduceSum <keepdims = 0> (hh, second)  ht = Mul(h, there)  b = ReduceSum <keepdims = 0> (ht, second)
+  aj = Gather(a, j)  bi = Gather(b, i)  s = Add(aj, bi)  n = Mul(s, slope)  e = Max(s, n)
+  m = ScatterElements <reduction = "max"> (least, i, e)  mi = Gather(m, i)  d = Sub(e, mi)  p = Exp(d)
+  t = ScatterElements <reduction = "add"> (none, i, p)  ti = Gather(t, i)  q = Div(p, ti)  q1 = Unsqueeze(q, second)
+  hj = Gather(h, j)  hq = Mul(hj, q1)  iw = Unsqueeze(i, second)  places = Expand(iw, size)
+  y = ScatterElements <reduction = "add"> (empty, places, hq)
+}}"""
+RNG = np.random.default_rng(0)
+W = RNG.normal(size=(3, 4))
+X = RNG.normal(size=(5, 3))
+EDGES = np.array([[0, 1, 2, 3, 3, 4, 1], [1, 2, 0, 3, 1, 2, 4]])
+
+
+def gat(real: str) -> onnx.ModelProto:
+    text = GAT.format(real=real, w=", ".join(map(str, W.ravel())), zeros=", ".join(["0"] * 20))
+    return onnx.parser.parse_model(text.replace("int64[2] flat = {1, -1}", "int64[2] size = {11, 4}"))
+
+
+def weighed(w: np.ndarray) -> float:
+    """The sum of squares of what float64 makes of the weights."""
+    model = gat("double")
+    held = next(each for each in model.graph.initializer if each.name == "w")
+    held.CopyFrom(onnx.numpy_helper.from_array(w, "w"))
+    (y,) = ReferenceEvaluator(model).run(None, {"x": X, "edges": EDGES})
+    return float((y * y).sum())
+
+
+@pytest.mark.parametrize("mode", ["fp32", "pure"])
+def test_it_trains_where_the_edges_are_known(mode: str) -> None:
+    program = amp.Program.from_onnx(gat("float"))
+    amp.prepare_training(program, values={"edges": EDGES})
+    assert "NonZero" not in {op.type for op in program.operators}
+    with amp.program_guard(program, program.startup), amp.unique_name.guard():
+        loss = F.sum(F.cast(program.outputs[0], "float32") ** 2)
+        optimizer = amp.optimizer.SGD(0.0, multi_precision=mode == "pure")
+        if mode == "pure":
+            optimizer = amp.decorate(optimizer, init_loss_scaling=1.0, use_pure_fp16=True, use_fp16_guard=False)
+        _, pairs = optimizer.minimize(loss)
+    scope, executor = amp.Scope(), amp.Executor(threads=1)
+    executor.run(program.startup, scope=scope)
+    if mode == "pure":
+        optimizer.amp_init(amp.CPUPlace(), scope=scope)
+    gradient = next(g for weight, g in pairs if weight.name.startswith("w"))
+    feed = {"x": X.astype(np.float32)}
+    found = np.asarray(executor.run(program, feed=feed, fetch_list=[gradient], scope=scope)[0], np.float64)
+    step, wanted = 1e-6, np.zeros_like(W)
+    for place in np.ndindex(W.shape):
+        change = np.zeros_like(W)
+        change[place] = step
+        wanted[place] = (weighed(W + change) - weighed(W - change)) / (2 * step)
+    assert np.linalg.norm(found - wanted) < (1e-5 if mode == "fp32" else 1e-2) * np.linalg.norm(wanted)
+
+
+def test_edges_that_are_fed_are_refused_with_the_way_out() -> None:
+    program = amp.Program.from_onnx(gat("float"))
+    amp.prepare_training(program)
+    with amp.program_guard(program, program.startup), amp.unique_name.guard():
+        amp.optimizer.SGD(0.1).minimize(F.mean(program.outputs[0] * program.outputs[0]))
+    scope, executor = amp.Scope(), amp.Executor(threads=1)
+    executor.run(program.startup, scope=scope)
+    with pytest.raises(GraphError, match=r"not known before the run.*edges of a graph.*values= of prepare_training"):
+        executor.run(program, feed={"x": X.astype(np.float32), "edges": EDGES}, fetch_list=[], scope=scope)
