@@ -6,6 +6,7 @@ from amp_transpiler.conversion.conversion_options import ConversionOptions
 from amp_transpiler.conversion.converting import conversion
 from amp_transpiler.optimizer.step_passes import training
 from amp_transpiler.passes.canonicalize.fuse_gelu import FuseGelus
+from amp_transpiler.passes.canonicalize.fuse_rms import KeepRootMeanSquares
 from amp_transpiler.passes.lowering.lowering import lowering
 from amp_transpiler.passes.pipeline import PASSES, Pass, Pipeline
 from amp_transpiler.passes.precision.modes import Precision
@@ -14,7 +15,7 @@ from amp_transpiler.passes.precision.widen import Widen
 __all__ = ["ALONE", "PASSES", "Pipeline", "pipelines"]
 
 #: Passes of none of the pipelines.
-ALONE: tuple[type[Pass], ...] = (FuseGelus, Widen)
+ALONE: tuple[type[Pass], ...] = (FuseGelus, KeepRootMeanSquares, Widen)
 
 
 def pipelines() -> dict[str, Pipeline]:

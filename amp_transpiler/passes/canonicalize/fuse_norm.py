@@ -358,7 +358,7 @@ def _squared(variable: Variable | None) -> Variable | None:
 
 @dataclass(frozen=True)
 class FuseLayerNorms(Pass):
-    """A layer norm over the last dimension that is written out becomes one operator."""
+    """A layer norm that is written out, along whichever axes, becomes one operator."""
 
     name = "fuse-layer-norms"
 
