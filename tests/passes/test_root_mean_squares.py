@@ -137,3 +137,56 @@ def test_the_mean_in_a_difference_of_squares() -> None:
         for p in (program, amp.Program.from_onnx(model))
     )
     assert np.linalg.norm(got - want) / np.linalg.norm(want) < 0.02
+
+
+#: Deviations as torch exports them: means without their dimension, which a Reshape puts back, times 64 and over 63.
+DEVIATIONS = {
+    "by one less": "v6 = Mul(v1, n)  v2 = Div(v6, less)  v = Reshape(v2, sizes)  r = Sqrt(v)  below = Add(r, e)",
+    "by one less, at once": "v2 = Mul(more, v1)  v = Reshape(v2, sizes)  r = Sqrt(v)  below = Add(r, e)",
+    "unsqueezed": "v2 = Mul(v1, more)  v = Unsqueeze(v2, ax)  r = Sqrt(v)  below = Add(r, e)",
+    "by all": "v = Reshape(v1, sizes)  r = Sqrt(v)  below = Add(r, e)",
+    "epsilon under the root": "v2 = Mul(v1, more)  v = Reshape(v2, sizes)  ve = Add(v, e)  below = Sqrt(ve)",
+}
+
+
+def deviation(form: str, epsilon: float = 1e-5) -> onnx.ModelProto:
+    head = f"float n = {{64}}, float less = {{63}}, float more = {{{64 / 63}}}, float minus = {{-0.5}}, float e = {{{epsilon}}}"
+    text = f"""<ir_version: 8, opset_import: ["" : 18]> g (float[2, 5, 64] x) => (float[2, 5, 64] y)
+        <{head}, int64[1] ax = {{-1}}, int64[3] sizes = {{2, 5, 1}}> {{
+            m = ReduceMean(x, ax)  d = Sub(x, m)  s = Mul(d, d)  v1 = ReduceMean <keepdims = 0> (s, ax)
+            {form}  q = Div(d, below)  back = Mul(q, below)  y = Add(q, back)
+        }}"""
+    made: onnx.ModelProto = onnx.parser.parse_model(text)
+    return made
+
+
+@pytest.mark.parametrize("form", DEVIATIONS)
+def test_deviations_by_which_is_divided_and_scaled_back(form: str) -> None:
+    program = amp.convert(deviation(DEVIATIONS[form]))
+    assert sum(op.type == "Cast" for op in program.walk()) == 2
+    assert not any(op.type in ("Sqrt", "Reshape", "LayerNormalization") for op in program.walk())
+    rng = np.random.default_rng(0)
+    for size in (1.0, 1e-2, 500.0):
+        x = (rng.standard_normal((2, 5, 64)) * size).astype(np.float16).astype(np.float32)
+        wide = x.astype(np.float64)
+        d = wide - wide.mean(-1, keepdims=True)
+        variance = (d**2).sum(-1, keepdims=True) / (64 if form == "by all" else 63)
+        under = form == "epsilon under the root"
+        below = np.sqrt(variance + 1e-5) if under else np.sqrt(variance) + 1e-5
+        (got,) = faithful(program, {"x": x})
+        assert np.linalg.norm(got - d / below - d) < 2e-3 * np.linalg.norm(d / below + d), size
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "v2 = Mul(v1, minus)  v = Reshape(v2, sizes)  ve = Sub(e, v)  below = Sqrt(ve)",
+        "v2 = Sub(more, v1)  v = Reshape(v2, sizes)  ve = Add(v, e)  below = Sqrt(ve)",
+        "v2 = Div(more, v1)  v = Reshape(v2, sizes)  ve = Add(v, e)  below = Sqrt(ve)",
+        "k = ReduceMax <keepdims = 0> (x, ax)  v2 = Mul(v1, k)  v = Reshape(v2, sizes)  ve = Add(v, e)  below = Sqrt(ve)",
+        "v = Reshape(v1, sizes)  ve = Add(v, minus)  below = Sqrt(ve)",
+        "v = Reshape(v1, sizes)  ve = Add(v, e)  w = Mul(ve, n)  below = Sqrt(w)",
+    ],
+)
+def test_what_is_no_deviation_keeps_its_root(form: str) -> None:
+    assert any(op.type == "Sqrt" for op in amp.convert(deviation(form)).walk())

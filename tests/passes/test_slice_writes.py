@@ -14,7 +14,7 @@ from tests.helpers.slopes import assert_slope, assert_stays, slope
 
 HEAD = '<ir_version: 8, opset_import: ["" : 18]> g (float[2, 3, 5] x) => (float[{shape}] y) '
 HEAD += "<int64[2, 1] low = {{0, 1}}, int64[3, 1] high = {{2, 3, 4}}, int64[3, 1] behind = {{-3, -2, -1}}, int64[3, 1] middle = {{1, 2, 3}}, "
-HEAD += "int64[2, 1] turned = {{1, 0}}, int64[2, 1] apart = {{0, 2}}, int64[2, 1] last = {{1, 2}}, int64[3] whole = {{2, 3, 5}}, int64[3] rows = {{5, 3, 2}}, "
+HEAD += "int64[3, 1] beyond = {{3, 4, 5}}, int64[2, 1] turned = {{1, 0}}, int64[2, 1] apart = {{0, 2}}, int64[2, 1] last = {{1, 2}}, int64[3] whole = {{2, 3, 5}}, int64[3] rows = {{5, 3, 2}}, "
 HEAD += "int64[2] sizes = {{2, 3}}, float two = {{2}}, int64[1] i1 = {{1}}, int64[1] i2 = {{2}}, int64[1] i3 = {{3}}, int64[1] i5 = {{5}}, "
 HEAD += "int64[1] most = {{9223372036854775807}}, int64[2, 2, 2] corner = {{1, 1, 1, 2, 0, 1, 0, 2}}, "
 HEAD += "int64[2, 2, 2] block = {{0, 1, 0, 2, 1, 1, 1, 2}}, int64[2, 3, 2, 3] places = {{{places}}}> {{ "
@@ -135,6 +135,7 @@ STAYS = {
     "not in order": BOTH + "q = ScatterND(e, turned, at)  y = Transpose <perm = [2, 1, 0]> (q)",
     "with rows between": BOTH + "q = ScatterND(e, apart, at)  y = Transpose <perm = [2, 1, 0]> (q)",
     "places that are not a block": "c = Slice(x, i1, i3, i1)  y = ScatterND(x, corner, c)",
+    "places that there are not": BOTH + "q = ScatterND(e, beyond, bt)  y = Transpose <perm = [2, 1, 0]> (q)",
     "and added": BOTH + """q = ScatterND <reduction = "add"> (e, low, at)  y = Transpose <perm = [2, 1, 0]> (q)""",
     "places that are computed": BOTH
     + "m = ReduceSum <keepdims = 0> (x)  k = Mul(m, m)  n = Cast <to = 7> (k)  zero = Sub(n, n)  l = Add(low, zero)  q = ScatterND(e, l, at)  y = Transpose <perm = [2, 1, 0]> (q)",

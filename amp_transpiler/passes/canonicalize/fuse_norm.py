@@ -196,10 +196,15 @@ def _next(norm: _Norm, type_: str) -> tuple[Operator, Variable] | None:
 
 
 def _divided(op: Operator) -> _Norm | None:
-    """(x - mean) / root, or times the inverse of the root; x - mean is scaled or not."""
+    """(x - mean) / root, or times the inverse of the root; x - mean is scaled or not.
+
+    What else reads the root (series are scaled back by it in the end) wants it to stay, and then nothing is gained.
+    """
     for slot in (0, 1) if op.type == "Mul" else (0,) if op.type == "Div" else ():
         below = op.input(1 - slot) if op.type == "Div" else _inverted(op.input(1 - slot))
         root, above, scale = maker(below, "Sqrt"), op.input(slot), None
+        if only_reader(below) is None or only_reader(op.input(1 - slot)) is not op:
+            continue
         deviation = None if root is None else _deviation(above)
         for side in (0, 1) if root is not None and deviation is None else ():
             product = maker(above, "Mul")

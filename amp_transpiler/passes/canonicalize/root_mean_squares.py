@@ -4,13 +4,15 @@ Written out, ``sqrt(mean(x * x) + epsilon)`` needs fp32 tensors: a square leaves
 writes 16 bit and squares in fp32, and its result leaves the format no sooner than a vector does. The epsilon comes in
 as one more element of the vector: ``sqrt(L2(x)**2 + n * epsilon)`` is the norm of ``(L2(x), sqrt(n * epsilon))``, and
 the factor ``1 / sqrt(n)`` goes into the weight of the norm where there is one. A sum and an epsilon under a root are a
-mean over one; without an epsilon they are a length (:mod:`.unit_vectors`).
+mean over one; without an epsilon they are a length (:mod:`.unit_vectors`). torch's own variance is a mean times a
+number, whose dimensions are put back in the end; one of deviations has an epsilon under the root or behind it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,7 +21,7 @@ from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.metadata import NORM
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array
-from amp_transpiler.passes.canonicalize.matching import added_number, maker, number, reduced_axes, remove, squares
+from amp_transpiler.passes.canonicalize.matching import maker, number, only_reader, reduced_axes, remove, squares
 from amp_transpiler.passes.view.constants import content
 from amp_transpiler.passes.view.of_type import of_type
 
@@ -60,6 +62,15 @@ def write_as_norms(program: Graph, names: frozenset[str], keep: frozenset[Operat
     return count
 
 
+@dataclass(frozen=True)
+class _Root:
+    """A root, the epsilon under it, and what the mean square is multiplied with."""
+
+    op: Operator
+    epsilon: float
+    factor: float
+
+
 class _Found:
     """A mean square, and the root of it if there is one."""
 
@@ -76,7 +87,6 @@ class _Found:
     ) -> None:
         self.program, self.x, self.square, self.mean, self.axes, self.count = program, x, square, mean, axes, count
         self.names, self.keep = names, keep
-        self.kept = mean.attrs.get("keepdims", 1) == 1
         made = mean.outputs[0]
         assert made is not None
         self.made = made
@@ -90,25 +100,25 @@ class _Found:
 
     def rewrite_root(self, of_sum: bool) -> bool:
         """Write the root of the mean square, and of an epsilon, as a norm; of a sum and an epsilon, what is divided."""
-        root, epsilon = self._root()
-        if root is None or not self.kept or root.outputs[0] is None or (of_sum and not epsilon):
+        found = self._root()
+        out = None if found is None else found.op.output(0)
+        if found is None or out is None or found.op in self.keep or out.name in self.names:
             return False
-        out = root.outputs[0]
+        root, epsilon, count, shape = found.op, found.epsilon, self.count / found.factor, self._kept_shape()
+        of_sum = of_sum and found.factor == 1
         readers = [op for op, _ in out.readers]
         if out in self.program.outputs or not readers or any(isinstance(s, str) for _, s in out.readers):
             return False
-        if self._held(root):
-            return False
-        if epsilon and math.sqrt(epsilon * self.count) < LEAST_ROOT:
+        if (of_sum and not epsilon) or (epsilon and math.sqrt(epsilon * count) < LEAST_ROOT):
             return False
         quotients = self._quotients(out)
         if of_sum and quotients is None:  # the magnitude of a spectrum, whose digits may count
             return False
-        norm = self._norm(self.x, self.axes, self.made.shape)
+        norm = self._norm(self.x, self.axes, shape)
         if epsilon:
-            norm = self._norm(self._padded(norm, math.sqrt(epsilon * self.count)), self.axes[-1:], self.made.shape)
-        if self.count > 1 and (quotients is None or not self._scale_weights(quotients)):
-            norm = self._scaled(norm, 1 / math.sqrt(self.count))
+            norm = self._norm(self._padded(norm, math.sqrt(epsilon * count)), self.axes[-1:], shape)
+        if count != 1 and (quotients is None or not self._scale_weights(quotients, count)):
+            norm = self._scaled(norm, 1 / math.sqrt(count))
         if quotients is None:
             self.program.replace_uses(out, norm)
         for op, product in quotients or ():
@@ -135,18 +145,29 @@ class _Found:
         self._add("Mul", [norm, norm], [self.made], name=self.mean.name)
         return True
 
-    def _root(self) -> tuple[Operator | None, float]:
-        if len(self.made.readers) != 1:
-            return None, 0.0
-        op = self.made.readers[0][0]
-        epsilon = 0.0
-        if op.type == "Add" and op.output(0) is not None:
-            _, number = added_number(op.output(0))
-            made = op.outputs[0]
-            if number is None or number < 0 or made is None or len(made.readers) != 1 or self._held(op):
-                return None, 0.0
-            epsilon, op = number, made.readers[0][0]
-        return (op, epsilon) if op.type == "Sqrt" and not op.domain else (None, 0.0)
+    def _root(self) -> _Root | None:
+        """The root of the mean, times a number (a variance by one less), with its dimensions put back, and epsilon."""
+        made, epsilon, factor, shape = self.made, 0.0, 1.0, self._kept_shape()
+        while True:
+            op = only_reader(made)
+            before, made_by = made, None if op is None else op.output(0)
+            if op is None or op.domain or made_by is None:
+                return None
+            if op.type == "Sqrt":
+                return _Root(op, epsilon, factor) if before.shape == shape else None
+            if self._held(op) or epsilon:
+                return None
+            by = next((n for v in op.inputs if v is not before and (n := number(v)) is not None), None)
+            if op.type == "Add" and by is not None and by >= 0 and len(op.inputs) == 2:
+                epsilon = by
+            elif by is not None and by > 0 and (op.type == "Mul" or (op.type == "Div" and op.input(0) is before)):
+                factor = factor * by if op.type == "Mul" else factor / by
+            elif op.type not in ("Reshape", "Unsqueeze") or made_by.shape != shape:
+                return None
+            made = made_by
+
+    def _kept_shape(self) -> tuple[object, ...]:
+        return tuple(1 if axis in self.axes else size for axis, size in enumerate(self.x.shape or ()))
 
     def _quotients(self, root: Variable) -> list[tuple[Operator, Operator]] | None:
         """The operators that divide by the root, each with the product that it is (a reciprocal: one for each use)."""
@@ -172,7 +193,7 @@ class _Found:
         """Whether the operator has to stay, or what it makes."""
         return op in self.keep or any(made is not None and made.name in self.names for made in op.outputs)
 
-    def _scale_weights(self, quotients: Sequence[tuple[Operator, Operator]]) -> bool:
+    def _scale_weights(self, quotients: Sequence[tuple[Operator, Operator]], count: float) -> bool:
         """Let the weights that all quotients are multiplied by take in the root of the count."""
         scaled = []
         for _, product in quotients:
@@ -186,7 +207,7 @@ class _Found:
                 data = None if weight is None or weight.persistable else content(weight)
                 if weight is None or data is None or weight.dtype != "float32":
                     return False
-                array = as_array(data) * np.float32(math.sqrt(self.count))
+                array = as_array(data) * np.float32(math.sqrt(count))
                 if array.size > 1 << 20 or not np.abs(array).max(initial=0) < _LARGE:
                     return False
                 scaled.append((op, 1 - slot, weight, array))
@@ -206,7 +227,7 @@ class _Found:
         return self.program.add_variable(name, self.x.dtype, shape)  # type: ignore[arg-type]
 
     def _norm(self, x: Variable, axes: Sequence[int], shape: object) -> Variable:
-        out, keep = self._new(shape), int(self.kept)
+        out, keep = self._new(shape), int(shape == self._kept_shape())
         if self.program.opset() < 18:
             op = self._add("ReduceL2", [x], [out], axes=list(axes), keepdims=keep)
         else:
