@@ -63,7 +63,7 @@ def _ranges(op: Operator) -> list[_Range] | None:
     if not np.array_equal(places, np.moveaxis(np.indices(at.shape[:-1]), 0, -1) + first):
         return None
     bounds = list(zip(first.tolist(), at.shape[:-1], sizes, strict=True))
-    if not all(0 <= start and start + length <= size for start, length, size in bounds):
+    if not all(start >= 0 and start + length <= size for start, length, size in bounds):
         return None
     return [_Range(axis, start, start + length, size) for axis, (start, length, size) in enumerate(bounds)]
 
