@@ -308,6 +308,7 @@ def trained(model: onnx.ModelProto, prepare: bool, feed: np.ndarray) -> tuple[li
         (("v = ReduceMean(s, axis)", "v3 = ReduceMean <keepdims = 0> (s, axis)  v = Unsqueeze(v3, axis)"), MOVED),
         (("m = ReduceMean(x, axis)", "m6 = ReduceSum(x, axis)  m = Div(m6, n)"), MOVED),
         (("m = ReduceMean(x, axis)", "m6 = ReduceSum(x, axis)  m = Mul(m6, inverse)"), MOVED),
+        (("m = ReduceMean(x, axis)", "m6 = ReduceSum(x, axis)  m = Mul(inverse, m6)"), MOVED),
         (("s = Mul(d, d)", "m2 = ReduceMean(x, axis)  d2 = Sub(x, m2)  s = Mul(d2, d2)"), MOVED),
         (
             ("v = ReduceMean(s, axis)", "v1 = ReduceMean(s, axis)  v6 = Mul(v1, n)  v = Div(v6, less)"),

@@ -264,14 +264,14 @@ def _average(variable: Variable | None) -> tuple[Operator | None, float]:
             shape, axes = op.inputs[0].shape if op.inputs[0] is not None else None, reduced_axes(op)
             size = None if shape is None or axes is None else static(tuple(shape[axis] for axis in axes))
             return (None, factor) if size is None else (op, factor * math.prod(size))
-        if op.type in ("Mul", "Div"):
-            by = number(op.input(1))
-            if not by or by < 0:
-                break
-            factor = factor * by if op.type == "Mul" else factor / by
-        elif op.type not in ("Reshape", "Unsqueeze"):
+        by, variable = 1.0 if op.type in ("Reshape", "Unsqueeze") else None, op.input(0)
+        if op.type == "Mul":
+            variable, by = added_number(op.output(0), "Mul")
+        elif op.type == "Div" and (below := number(op.input(1))):
+            by = 1 / below
+        if by is None or by <= 0:
             break
-        variable = op.input(0)
+        factor *= by
     return None, factor
 
 
