@@ -95,7 +95,7 @@ CASES: dict[str, tuple[str, dict[str, int]]] = {
     ),
     "with rows twice": (
         BOTH + "p = ScatterND(e, low, at)  q = ScatterND(p, middle, bt)  y = Transpose <perm = [2, 1, 0]> (q)",
-        {"Concat": 2, "Slice": 3, "ConstantOfShape": 1},
+        {"Concat": 1, "Slice": 2, "ConstantOfShape": 1},
     ),
     "and pieces read": (
         BOTH

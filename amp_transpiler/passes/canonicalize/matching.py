@@ -103,7 +103,7 @@ def added_axes(op: Operator) -> list[int] | None:
 def remove(last: Operator, needed: set[Variable]) -> None:
     """Take out an operator, and those before it, constants too, that nothing else needs then."""
     program = last.program
-    kept, uses = needed | {*program.outputs, *program.updates.values()}, successors(program.graph)
+    kept, uses = {*program.outputs, *program.updates.values()}, successors(program.graph)
     queue = [last]
     while queue:
         op = queue.pop()
@@ -115,9 +115,11 @@ def remove(last: Operator, needed: set[Variable]) -> None:
                     program.remove_variable(made)
         for variable in dict.fromkeys(read):
             maker = variable.producer
-            if maker is None and variable not in kept:
+            if maker is None and not (variable in kept or variable in needed):
                 drop_unread(variable)
-            if maker is not None and not any([v is not None and (uses[v.key] or v in kept) for v in maker.outputs]):
+            if maker is not None and not any(
+                [v is not None and (uses[v.key] or v in kept or v in needed) for v in maker.outputs]
+            ):
                 queue.append(maker)
 
 

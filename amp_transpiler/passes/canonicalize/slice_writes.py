@@ -8,6 +8,7 @@ Keys of latent attention (DeepSeek, Kimi, GLM) are an empty tensor into which al
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,9 @@ from amp_transpiler.passes.canonicalize.whole_splits import piece_of
 from amp_transpiler.passes.view.constants import content
 from amp_transpiler.passes.view.of_type import of_type
 
+#: Readers of a tensor among which nobody looks for a piece that is there.
+_MANY = 32
+
 
 @dataclass(frozen=True)
 class _Range:
@@ -37,11 +41,13 @@ class _Range:
 def write_slices(program: Graph) -> list[str]:
     """Put Concats and sums in the place of ScatterNDs that overwrite a slice; in place."""
     writer, count = _Writer(program), 0
-    for op in list(of_type(program, "ScatterND")):
-        ranges = _ranges(op) if op.program is program else None
+    found = set(of_type(program, "ScatterND"))
+    for op in [op for op in program.operators if op in found]:  # each after what it writes over
+        ranges = _ranges(op)
         if ranges is not None:
             writer.write(op, ranges)
             count += 1
+    writer.finish()
     return [f"{count} assignments to slices are joined with what they leave, or added to it"] if count else []
 
 
@@ -68,39 +74,71 @@ def _ranges(op: Operator) -> list[_Range] | None:
     return [_Range(axis, start, start + length, size) for axis, (start, length, size) in enumerate(bounds)]
 
 
-class _Writer:
-    """Rewrites ScatterNDs one after the other.
+@dataclass(frozen=True)
+class _Joined:
+    """What a variable is joined of along an axis, and where each part ends; ``op`` is what it stands for."""
 
-    ``joined``: the Concats and Pads that it added; ``fresh``: the variables; ``cut``: pieces of this assignment.
+    op: Operator
+    axis: int
+    parts: list[Variable]
+    ends: list[int]
+
+
+class _Writer:
+    """Rewrites ScatterNDs one after the other, which may be very many on one tensor: Concats are written in the end.
+
+    ``joined``: variables that are not made yet, in order; ``held``: their parts; ``padded``: the Pads that were added;
+    ``fresh``: the variables; ``cut``: those that are pieces, of which variable, along which axis, from where.
     """
 
     def __init__(self, program: Graph) -> None:
         self.program = program
-        self.joined: set[Operator] = set()
+        self.joined: dict[Variable, _Joined] = {}
+        self.held: set[Variable] = set()
+        self.padded: set[Operator] = set()
         self.fresh: set[Variable] = set()
-        self.cut: list[Variable] = []
+        self.cut: dict[Variable, tuple[Variable, int, int]] = {}
         self.op: Operator
 
     def write(self, op: Operator, ranges: Sequence[_Range]) -> None:
-        self.op, self.cut = op, []
+        self.op = op
         data, rows, out = op.inputs[0], op.inputs[2], op.outputs[0]
         assert data is not None and rows is not None and out is not None
         straight, order = _before_turns(data, range(len(data.shape or ())))
         back = [order.index(axis) for axis in range(len(order))]
         turned = [_Range(order[r.axis], r.start, r.end, r.size) for r in ranges if r.end - r.start < r.size]
         made = self._assigned(straight, turned, self._turned(rows, back))
-        remove(op, {made})
+        self._remove(op, made)
         made = self._put(out, made, order)
         for reader, _ in list(made.readers):
             piece = piece_of(reader)
-            found = None if piece is None else self._piece(made, piece.axis, piece.start, piece.end)
+            found = None if piece is None else self._part(made, piece.axis, piece.start, piece.end)
             if piece is not None and piece.keeps and found is not None and (result := reader.outputs[0]) is not None:
-                remove(reader, {made, found})
+                self._remove(reader, made)
                 self._becomes(result, found)
-        for variable in self.cut:
-            if not variable.readers and variable.producer is not None:
-                remove(variable.producer, {made})
+
+    def finish(self) -> None:
+        """Write the Concats of what is read, the last first, and take out pieces that nothing reads."""
+        kept = {*self.program.outputs, *self.program.updates.values()}
+        for made, joined in reversed(self.joined.items()):
+            if made.readers or made in kept:
+                attrs = {"axis": joined.axis}
+                self.program.add_operator("Concat", joined.parts, [made], attrs=attrs, like=joined.op)
+            else:
+                self.program.remove_variable(made)
+        for variable in (*reversed(self.cut), *self.held):
+            op = variable.producer
+            if op is not None and not variable.readers and variable not in kept and len(op.outputs) == 1:
+                remove(op, set())
                 self.program.remove_variable(variable)
+
+    def _remove(self, op: Operator, made: Variable) -> None:
+        """Take out an operator and what only it needs, but for what was made, and parts of what is joined later."""
+        new = made not in self.held
+        self.held.add(made)
+        remove(op, self.held)
+        if new:
+            self.held.discard(made)
 
     def _put(self, out: Variable, made: Variable, order: Sequence[int]) -> Variable:
         """Let what read the result, which was turned, read what was not; what that is called then."""
@@ -137,7 +175,9 @@ class _Writer:
             return made
         ends = [(0, at.start), (at.start, at.end), (at.end, at.size)]
         parts = [
-            inside if start == at.start else self._slice(x, at.axis, start, end) for start, end in ends if start < end
+            (inside if start == at.start else self._slice(x, at.axis, start, end), end - start)
+            for start, end in ends
+            if start < end
         ]
         return self._concat(parts, at.axis, x)
 
@@ -158,59 +198,78 @@ class _Writer:
         shape, inner = list(change.shape or ()), maker(change, "Pad")
         pads = np.zeros(2 * len(shape), np.int64)
         pads[at.axis], pads[at.axis + len(shape)], shape[at.axis] = at.start, at.size - at.end, at.size
-        if inner is not None and inner in self.joined and len(change.readers) == 1 and inner.inputs[0] is not None:
+        if inner is not None and inner in self.padded and len(change.readers) == 1 and inner.inputs[0] is not None:
             within = constant_array(inner.inputs[1]) if inner.inputs[1] is not None else None
             if within is not None:
                 pads, change = pads + within, inner.inputs[0]
         made = self.program.new_variable(change.name, change.dtype, shape)
         sizes = self.program.add_constant(f"{change.name}.pads", pads)
-        self.joined.add(self._add("Pad", [change, sizes], made))
+        self.padded.add(self._add("Pad", [change, sizes], made))
         return made
 
     def _slice(self, x: Variable, axis: int, start: int, end: int) -> Variable:
-        """The places from ``start`` to ``end``: what was joined there, if they are whole parts of it."""
-        found = self._piece(x, axis, start, end)
-        if found is not None:
-            return found
-        at = _Range(axis, start, end, 0)
-        before = [reader.outputs[0] for reader, slot in x.readers if slot == 0 and _is_piece(reader.output(0), x, at)]
-        if before and before[0] is not None:
-            return before[0]
+        """The places from ``start`` to ``end``: of what was joined its parts, of a piece one of what that is of."""
+        joined = self.joined.get(x)
+        if joined is not None and joined.axis == axis:
+            return self._parts(x, joined, start, end)
+        source, along, begin = self.cut.get(x, (x, axis, 0))
+        if along == axis and source is not x:
+            return self._slice(source, axis, begin + start, begin + end)
+        at, readers = _Range(axis, start, end, 0), x.readers
+        for reader, _ in readers if len(readers) < _MANY else ():
+            if _is_piece(reader.output(0), x, at) and reader.outputs[0] is not None:
+                return reader.outputs[0]
         made = self._new(x, axis, end - start)
         bounds = [
-            self.program.add_constant(f"{x.name}.{word}", np.array([number]))
+            self.program.add_constant(f"{made.name}.{word}", np.array([number]))
             for word, number in (("start", start), ("end", end), ("axis", axis))
         ]
         self._add("Slice", [x, *bounds], made)
-        self.cut.append(made)
+        self.cut[made] = (x, axis, start)
         return made
 
-    def _piece(self, x: Variable, axis: int, start: int, end: int) -> Variable | None:
-        """The parts that places of a joined tensor are; None where they are no whole ones, or others joined it."""
-        concat = maker(x, "Concat")
-        if concat is None or concat not in self.joined or concat.attrs.get("axis") != axis:
-            return None
-        parts, at = [], 0
-        for part in concat.inputs:
-            assert part is not None and part.shape is not None
-            size = part.shape[axis]
-            if not isinstance(size, int):
-                return None
-            if start <= at and at + size <= end:
-                parts.append(part)
-            elif at < end and start < at + size:
-                return None
-            at += size
-        return parts[0] if len(parts) == 1 else self._concat(parts, axis, x, end - start)
+    def _parts(self, x: Variable, joined: _Joined, start: int, end: int) -> Variable:
+        """The parts of a joined tensor that lie from ``start`` to ``end``, and pieces of those that do in part."""
+        axis, begins = joined.axis, [0, *joined.ends]
+        first, last = bisect_right(begins, start) - 1, bisect_left(begins, end)
+        parts, ends = joined.parts[first:last], joined.ends[first:last]
+        ends[-1] = end
+        for index in {0, len(parts) - 1}:
+            begin, size = begins[first + index], begins[first + index + 1] - begins[first + index]
+            inside = max(start - begin, 0), min(end - begin, size)
+            if inside != (0, size):
+                parts[index] = self._slice(parts[index], axis, *inside)
+        if len(parts) == 1:
+            return parts[0]
+        return self._join(x, axis, parts, [at - start for at in ends] if start else ends)
 
-    def _concat(self, parts: Sequence[Variable], axis: int, like: Variable, size: int | None = None) -> Variable:
-        flat = list[Variable]()
-        for part in parts:
-            before = maker(part, "Concat")
-            inner = before is not None and before in self.joined and before.attrs.get("axis") == axis
-            flat += [v for v in before.inputs if v is not None] if before is not None and inner else [part]
-        made = self._new(like, axis, size)
-        self.joined.add(self._add("Concat", flat, made, axis=axis))
+    def _part(self, x: Variable, axis: int, start: int, end: int) -> Variable | None:
+        """The one part that these places of a joined tensor are; None where they are not, or it was not joined here."""
+        joined = self.joined.get(x)
+        if joined is None or joined.axis != axis:
+            return None
+        index = bisect_left(joined.ends, end)
+        begin = joined.ends[index - 1] if index else 0
+        return joined.parts[index] if (begin, joined.ends[index]) == (start, end) else None
+
+    def _concat(self, parts: Sequence[tuple[Variable, int]], axis: int, like: Variable) -> Variable:
+        """What the parts, each with its size, are along an axis."""
+        flat, ends, at = list[Variable](), list[int](), 0
+        for part, length in parts:
+            inner = self.joined.get(part)
+            if inner is not None and inner.axis == axis:
+                flat += inner.parts
+                ends += [at + end for end in inner.ends] if at else inner.ends
+            else:
+                flat.append(part)
+                ends.append(at + length)
+            at += length
+        return self._join(like, axis, flat, ends)
+
+    def _join(self, like: Variable, axis: int, parts: list[Variable], ends: list[int]) -> Variable:
+        made = self._new(like, axis, ends[-1])
+        self.joined[made] = _Joined(self.op, axis, parts, ends)
+        self.held.update(parts)
         return made
 
     def _turned(self, value: Variable, order: Sequence[int]) -> Variable:
@@ -229,11 +288,14 @@ class _Writer:
             self.program.replace_uses(old, new)
             self.program.remove_variable(old)
             return new
-        if new not in self.fresh or new.producer is None:
+        if new in self.held or new not in (self.joined if new.producer is None else self.fresh):
             self._add("Identity", [new], old)
             return new
         self.program.replace_uses(new, old)
-        new.producer.set_output(0, old)
+        if new.producer is None:
+            self.joined[old] = self.joined.pop(new)
+        else:
+            new.producer.set_output(0, old)
         self.program.remove_variable(new)
         return old
 
