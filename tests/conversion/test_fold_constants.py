@@ -204,6 +204,30 @@ def test_arithmetic_that_changes_something_stays(line: str, shape: str) -> None:
     assert kinds[-2:] == [line.rpartition("= ")[2].split("(")[0], "Exp"]
 
 
+SIZES = "<int64[2] there = {3, 2}, int64[2] row = {1, 2}, int64[2] other = {2, 3}, int64[3] more = {1, 3, 2}> "
+
+
+@pytest.mark.parametrize("line", ["t = Expand(n, there)", "t = Expand(n, row)", "t = Reshape(n, there)"])
+def test_a_shape_that_is_there_is_given_once(line: str) -> None:
+    text = f"(float[3, 2] x) => (float[3, 2] y) {SIZES} {{ n = Neg(x)  {line}  y = Exp(t) }}"
+    assert types(converted(text)) == ["Neg", "Exp"]
+    assert "Neg" in types(converted(text.replace("y = Exp(t)", "y = Identity(t)")))
+
+
+@pytest.mark.parametrize(
+    ("line", "given", "made"),
+    [
+        ("t = Reshape(n, other)", "3, 2", "2, 3"),
+        ("t = Expand(n, more)", "3, 2", "1, 3, 2"),
+        ("t = Expand(n, there)", "1, 2", "3, 2"),
+        ("t = Expand(n, there)", "N, 2", "3, 2"),
+    ],
+)
+def test_another_shape_is_given(line: str, given: str, made: str) -> None:
+    text = f"(float[{given}] x) => (float[{made}] y) {SIZES} {{ n = Neg(x)  {line}  y = Exp(t) }}"
+    assert line.rpartition("= ")[2].split("(")[0] in types(converted(text))
+
+
 SOFTPLUS = "<float bound = {20}, float low = {19}, float[1, 1, 1] wide = {20}> "
 
 

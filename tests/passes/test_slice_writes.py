@@ -34,6 +34,13 @@ AGAIN = """q = Tanh(x)  q1 = Slice(q, i1, most, i1)  q12 = Slice(q1, i2, most, i
   p12t = Transpose <perm = [2, 1, 0]> (p12)  p1t = Transpose <perm = [2, 1, 0]> (p1)  s3 = ScatterND(p1t, high, p12t)
   s3t = Transpose <perm = [1, 2, 0]> (s3)  pt = Transpose <perm = [1, 0, 2]> (p)  s4 = ScatterND(pt, last, s3t)
   y = Transpose <perm = [1, 0, 2]> (s4)"""
+#: And ``for t in range(3): o[:, t] = tanh(x[:, t]) + o[:, t - 1]``.
+TURNS = """o = ConstantOfShape(whole)
+  x0 = Gather <axis = 1> (x, t0)  h0 = Tanh(x0)  u0 = Unsqueeze(h0, i1)  w0 = ScatterElements <axis = 1> (o, row0, u0)
+  x1 = Gather <axis = 1> (x, t1)  h1 = Tanh(x1)  l0 = Gather <axis = 1> (w0, t0)  a1 = Add(h1, l0)  u1 = Unsqueeze(a1, i1)
+  w1 = ScatterElements <axis = -2> (w0, row1, u1)
+  x2 = Gather <axis = 1> (x, t2)  h2 = Tanh(x2)  l1 = Gather <axis = 1> (w1, t1)  a2 = Add(h2, l1)  u2 = Unsqueeze(a2, i1)
+  y = ScatterElements <axis = 1> (w1, row2, u2)"""
 WHOLE = {"Concat": 1}
 #: What is left of each: ScatterND counts for nothing, Split and Mul are those of the head.
 CASES: dict[str, tuple[str, dict[str, int]]] = {
@@ -128,6 +135,30 @@ CASES: dict[str, tuple[str, dict[str, int]]] = {
         "c = Slice(x, i1, i3, i1)  ct = Sin(c)  y = ScatterND(x, block, ct)",
         {"Concat": 1, "Slice": 2, "Sin": 1},
     ),
+    "turn by turn": (
+        TURNS,
+        {"ConstantOfShape": 0, "Gather": 3, "Tanh": 3, "Unsqueeze": 3, "Squeeze": 2, "Add": 2, "Concat": 1},
+    ),
+    "some turns": (
+        TURNS.replace(
+            "y = ScatterElements <axis = 1> (w1, row2, u2)", "m = ReduceMax <keepdims = 1> (u2, i1)  y = Add(w1, m)"
+        ),
+        {
+            "ConstantOfShape": 1,
+            "Slice": 1,
+            "Gather": 3,
+            "Tanh": 3,
+            "Unsqueeze": 3,
+            "Squeeze": 2,
+            "Add": 3,
+            "Concat": 1,
+            "ReduceMax": 1,
+        },
+    ),
+    "twice the same": (
+        "t = Tanh(x)  q = Slice(t, i1, i3, i2)  c = Mul(q, two)  n = Add(q, c)  w = ScatterND(t, places, n)  y = ScatterND(w, places, n)",
+        {"Tanh": 1, "Slice": 1, "Mul": 1, "Add": 1, "Pad": 1},
+    ),
     "the whole, by its own": ("t = Tanh(x)  y = ScatterND(t, all, x)", {"Identity": 1}),
 }
 HEAD_ONLY = {"Split": 1, "Mul": 1}
@@ -136,6 +167,10 @@ STAYS = {
     "with rows between": BOTH + "q = ScatterND(e, apart, at)  y = Transpose <perm = [2, 1, 0]> (q)",
     "places that are not a block": "c = Slice(x, i1, i3, i1)  y = ScatterND(x, corner, c)",
     "places that there are not": BOTH + "q = ScatterND(e, beyond, bt)  y = Transpose <perm = [2, 1, 0]> (q)",
+    "turns of each example": "h = ReduceMax <keepdims = 1> (x, i1)  y = ScatterElements <axis = 1> (x, mixed, h)",
+    "turns of the first example": "h = Slice(x, i1, i2, i1)  g = Slice(h, i1, i2, begin)  y = ScatterElements <axis = 1> (x, first, g)",
+    "turns that there are not": "h = ReduceMax <keepdims = 1> (x, i1)  y = ScatterElements <axis = 1> (x, row3, h)",
+    "turns that are added": """h = ReduceMax <keepdims = 1> (x, i1)  y = ScatterElements <axis = 1, reduction = "add"> (x, row1, h)""",
     "and added": BOTH + """q = ScatterND <reduction = "add"> (e, low, at)  y = Transpose <perm = [2, 1, 0]> (q)""",
     "places that are computed": BOTH
     + "m = ReduceSum <keepdims = 0> (x)  k = Mul(m, m)  n = Cast <to = 7> (k)  zero = Sub(n, n)  l = Add(low, zero)  q = ScatterND(e, l, at)  y = Transpose <perm = [2, 1, 0]> (q)",
@@ -147,7 +182,16 @@ X = np.random.default_rng(0).normal(size=(2, 3, 5)).astype(np.float32)
 def program(name: str) -> amp.Program:
     body = CASES[name][0] if name in CASES else STAYS[name]
     head = HEAD.format(shape=SHAPES.get(name, "2, 3, 5"), places=", ".join(map(str, PLACES.ravel())))
-    head = head.replace("float two", "int64[2, 1] all = {0, 1}, float two")
+    turns = [[f"{t}"] * 10 for t in (0, 1, -1, 3)]
+    more = [f"int64[2, 1, 5] row{t} = {{{', '.join(row)}}}" for t, row in enumerate(turns)]
+    more += [
+        f"int64[2, 1, 5] mixed = {{{', '.join(turns[0][:5] + turns[1][:5])}}}",
+        "int64[1, 1, 5] first = {1, 1, 1, 1, 1}",
+    ]
+    more += [*(f"int64 t{t} = {{{t}}}" for t in range(3)), "int64[1] begin = {0}"]
+    head = head.replace("float two", f"{', '.join(more)}, float two").replace(
+        "float two", "int64[2, 1] all = {0, 1}, float two"
+    )
     return amp.Program.from_onnx(onnx.parser.parse_model(f"{head} {body} }}"))
 
 
@@ -156,7 +200,7 @@ def test_numbers_and_slopes_are_the_same(name: str) -> None:
     body, left = CASES[name]
     expected = slope(program(name), X)
     found = program(name)
-    count = body.count("ScatterND")
+    count = body.count("ScatterND") + body.count("ScatterElements")
     assert write_slices(found) == [f"{count} assignments to slices are joined with what they leave, or added to it"]
     found.verify()
     kinds = Counter(op.type for op in found.operators)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from amp_transpiler.ir.adjacency import successors
 from amp_transpiler.ir.decompose import Parts, write_instead
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import constant_array
+from amp_transpiler.ir.infer import constant_array, static
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.proto_residue import listed_inputs
 from amp_transpiler.ir.tensors import tensor_type
@@ -16,7 +16,9 @@ from amp_transpiler.passes.view.of_type import of_type
 
 #: The number that changes nothing as an operand of elementwise arithmetic, and the operands that it may be.
 _NEUTRAL = {"Add": (0, (1, 0)), "Sub": (0, (1,)), "Mul": (1, (1, 0)), "Div": (1, (1,)), "Pow": (1, (1,))}
-_IDENTITIES = frozenset({"Identity", "Cast", "Dropout", "Where", *_NEUTRAL})
+#: What gives its operand another shape, or the one that it has.
+_SHAPED = frozenset({"Expand", "Reshape"})
+_IDENTITIES = frozenset({"Identity", "Cast", "Dropout", "Where", *_NEUTRAL, *_SHAPED})
 #: From here on softplus(x) is x in float32: exp(-x) is less than half of its last digit.
 _LINEAR = 20
 
@@ -36,8 +38,8 @@ def _typed_cast(d: Parts, op: Operator, x: Variable, _like: Variable) -> list[Va
 
 def remove_identities(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> int:
     """Take out Identity, casts to the type that is there, Dropout that is not trained, and arithmetic with a number
-    that changes nothing (x + 0, x * 1, as onnxruntime does; x for softplus(x) from 20 on, as torch exports it), in
-    nested graphs too; how many.
+    that changes nothing (x + 0, x * 1, as onnxruntime does; x for softplus(x) from 20 on, as torch exports it) or the
+    shape that is there, in nested graphs too; how many.
 
     Outputs keep their names, and so do variables among ``names``; operators of ``keep`` stay.
     """
@@ -61,7 +63,7 @@ def remove_identities(program: Graph, names: frozenset[str], keep: frozenset[Ope
         program.replace_uses(made, read)
         if read.shape is None and read not in program.inputs and read.outer is None:
             read.shape = made.shape
-        if op.type == "Where":
+        if op.type == "Where" or op.type in _SHAPED:
             remove(op, {read})
         else:
             program.remove_operator(op)
@@ -100,6 +102,10 @@ def _handed_on(op: Operator) -> Variable | None:
         return None
     if op.type == "Where":
         return op.input(2) if _is_linear_softplus(op) else None
+    if op.type in _SHAPED:
+        read, made = op.input(0), op.output(0)
+        shape = None if read is None or made is None else static(made.shape)
+        return read if shape is not None and read is not None and static(read.shape) == shape else None
     if op.type == "Dropout":
         if op.output(1) is not None or op.program.opset() < 7:
             return None

@@ -2,7 +2,8 @@
 
 ``x[:, 1:] = y`` and ``x[:, 1:] += y`` are ScatterNDs in an export: of tensors that are turned so that the axis is the
 first one (torch's exporter, one inside the other for several axes, each written once more over itself), or of the place
-of each element (TorchScript's). Their gradients scatter and gather; of a Concat it is a Split, of a sum there is none.
+of each element (TorchScript's); ``x[:, t] = y`` is a ScatterElements. Their gradients scatter and gather; of a Concat
+it is a Split, of a sum there is none.
 Keys of latent attention (DeepSeek, Kimi, GLM) are an empty tensor into which all slices are assigned.
 """
 
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import constant_array
+from amp_transpiler.ir.infer import constant_array, static
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import FLOATS
@@ -24,6 +25,7 @@ from amp_transpiler.passes.canonicalize.whole_splits import piece_of
 from amp_transpiler.passes.view.constants import content
 from amp_transpiler.passes.view.of_type import of_type
 
+_SCATTERS = ("ScatterND", "ScatterElements")
 #: Readers of a tensor among which nobody looks for a piece that is there.
 _MANY = 32
 
@@ -39,9 +41,9 @@ class _Range:
 
 
 def write_slices(program: Graph) -> list[str]:
-    """Put Concats and sums in the place of ScatterNDs that overwrite a slice; in place."""
+    """Put Concats and sums in the place of scatters that overwrite a slice; in place."""
     writer, count = _Writer(program), 0
-    found = set(of_type(program, "ScatterND"))
+    found = set(of_type(program, *_SCATTERS))
     for op in [op for op in program.operators if op in found]:  # each after what it writes over
         ranges = _ranges(op)
         if ranges is not None:
@@ -58,11 +60,13 @@ def _ranges(op: Operator) -> list[_Range] | None:
     if data is None or data.shape is None or made is None or made.dtype not in FLOATS or held is None:
         return None
     at = as_array(held)
-    if not at.size:
+    if not at.size or op.attrs.get("reduction", "none") not in ("none", b"none"):
         return None
+    if op.type == "ScatterElements":
+        return _along_axis(at, static(data.shape), int(op.attrs.get("axis", 0)))
     count = at.shape[-1]
     sizes = [size for size in data.shape[:count] if isinstance(size, int)]
-    if op.attrs.get("reduction", "none") not in ("none", b"none") or not at.ndim == count + 1 == len(sizes) + 1:
+    if not at.ndim == count + 1 == len(sizes) + 1:
         return None
     places = np.where(at < 0, at + np.array(sizes, at.dtype), at)
     first = places.reshape(-1, count)[0]
@@ -72,6 +76,20 @@ def _ranges(op: Operator) -> list[_Range] | None:
     if not all(start >= 0 and start + length <= size for start, length, size in bounds):
         return None
     return [_Range(axis, start, start + length, size) for axis, (start, length, size) in enumerate(bounds)]
+
+
+def _along_axis(at: np.ndarray, shape: tuple[int, ...] | None, axis: int) -> list[_Range] | None:
+    """The places along one axis, where they are the same in all others, which are whole."""
+    if shape is None or at.ndim != len(shape) or not -at.ndim <= axis < at.ndim:
+        return None
+    axis %= at.ndim
+    size, length, start = shape[axis], at.shape[axis], int(at.flat[0])
+    start += size * (start < 0)
+    if start + length > size or any(a != b for i, (a, b) in enumerate(zip(at.shape, shape, strict=True)) if i != axis):
+        return None
+    wanted = np.arange(start, start + length).reshape([length if i == axis else 1 for i in range(at.ndim)])
+    same = ((at == wanted) | (at == wanted - size)).all()
+    return [_Range(axis, start, start + length, size)] if start >= 0 and same else None
 
 
 @dataclass(frozen=True)
@@ -85,10 +103,11 @@ class _Joined:
 
 
 class _Writer:
-    """Rewrites ScatterNDs one after the other, which may be very many on one tensor: Concats are written in the end.
+    """Rewrites scatters one after the other, which may be very many on one tensor: Concats are written in the end.
 
     ``joined``: variables that are not made yet, in order; ``held``: their parts; ``padded``: the Pads that were added;
-    ``fresh``: the variables; ``cut``: those that are pieces, of which variable, along which axis, from where.
+    ``fresh``: the variables; ``cut``: those that are pieces, of which variable, along which axis, from where;
+    ``written``: what was last written to a variable.
     """
 
     def __init__(self, program: Graph) -> None:
@@ -96,7 +115,8 @@ class _Writer:
         self.joined: dict[Variable, _Joined] = {}
         self.held: set[Variable] = set()
         self.padded: set[Operator] = set()
-        self.fresh: set[Variable] = set()
+        self.fresh: dict[Variable, None] = {}
+        self.written: dict[Variable, tuple[list[_Range], Variable]] = {}
         self.cut: dict[Variable, tuple[Variable, int, int]] = {}
         self.op: Operator
 
@@ -107,18 +127,26 @@ class _Writer:
         straight, order = _before_turns(data, range(len(data.shape or ())))
         back = [order.index(axis) for axis in range(len(order))]
         turned = [_Range(order[r.axis], r.start, r.end, r.size) for r in ranges if r.end - r.start < r.size]
-        made = self._assigned(straight, turned, self._turned(rows, back))
+        written = (turned, self._turned(rows, back))
+        # TorchScript writes what it adds to a slice twice.
+        made = straight if self.written.get(straight) == written else self._assigned(straight, *written)
         self._remove(op, made)
         made = self._put(out, made, order)
+        self.written[made] = written
         for reader, _ in list(made.readers):
             piece = piece_of(reader)
             found = None if piece is None else self._part(made, piece.axis, piece.start, piece.end)
-            if piece is not None and piece.keeps and found is not None and (result := reader.outputs[0]) is not None:
-                self._remove(reader, made)
+            if piece is None or found is None or (result := reader.outputs[0]) is None:
+                continue
+            self._remove(reader, made)
+            if piece.keeps:
                 self._becomes(result, found)
+            else:
+                along = self.program.add_constant(f"{result.name}.axis", np.array([piece.axis]))
+                self._add("Squeeze", [found, along], result)
 
     def finish(self) -> None:
-        """Write the Concats of what is read, the last first, and take out pieces that nothing reads."""
+        """Write the Concats of what is read, the last first, and take out what nothing reads."""
         kept = {*self.program.outputs, *self.program.updates.values()}
         for made, joined in reversed(self.joined.items()):
             if made.readers or made in kept:
@@ -126,7 +154,7 @@ class _Writer:
                 self.program.add_operator("Concat", joined.parts, [made], attrs=attrs, like=joined.op)
             else:
                 self.program.remove_variable(made)
-        for variable in (*reversed(self.cut), *self.held):
+        for variable in (*reversed(self.fresh), *self.held):
             op = variable.producer
             if op is not None and not variable.readers and variable not in kept and len(op.outputs) == 1:
                 remove(op, set())
@@ -306,7 +334,7 @@ class _Writer:
         return self.program.new_variable(like.name, like.dtype, shape)
 
     def _add(self, type_: str, inputs: Sequence[Variable], made: Variable, **attrs: object) -> Operator:
-        self.fresh.add(made)
+        self.fresh[made] = None
         return self.program.add_operator(type_, inputs, [made], attrs=attrs, like=self.op)
 
 
