@@ -105,7 +105,7 @@ def _scattered(e: Emitter, op: Operator, values: Sequence[Value], taken: _Move, 
         wide = e.f32(dy)
         data, updates, made = (comparable(e, value) for value in (data, updates, made))
         won, held = (e.cast(e.Equal(v, w), wide.dtype) for v, w in ((updates, taken(made)), (data, made)))
-        count = e.Max(put(held, won, reduction="add"), e.const(1, wide.dtype))
+        count = e.Max(put(held, won, "add"), e.const(1, wide.dtype))
         dy = e.Div(wide, count)
         return [e.Mul(dy, held) if e.wants(0) else None, None, e.Mul(taken(dy), won) if e.wants(2) else None]
     d_data = None
@@ -118,7 +118,7 @@ def _scattered(e: Emitter, op: Operator, values: Sequence[Value], taken: _Move, 
 def scatter_elements(
     e: Emitter, op: Operator, data: Value, indices: Value, updates: Value, made: Value, dy: Value
 ) -> Grads:
-    axis = op.attrs.get("axis", 0)
+    axis = int(op.attrs.get("axis", 0))
 
     def taken(value: Value) -> Value:
         for i, size in enumerate(size_of(indices)):
@@ -126,8 +126,8 @@ def scatter_elements(
                 value = sliced(e, value, i, 0, size)
         return e.GatherElements(value, indices, axis=axis, shape=indices.shape)
 
-    def put(value: Value, changes: Value, **attrs: str) -> Value:
-        return e.ScatterElements(value, indices, changes, axis=axis, shape=value.shape, **attrs)
+    def put(value: Value, changes: Value, reduction: str = "none") -> Value:
+        return e.ScatterElements(value, indices, changes, axis=axis, reduction=reduction, shape=value.shape)
 
     return _scattered(e, op, [data, updates, made, dy], taken, put)
 
@@ -140,8 +140,8 @@ def scatter_nd(e: Emitter, op: Operator, data: Value, indices: Value, updates: V
     def taken(value: Value) -> Value:
         return e.GatherND(value, at, shape=updates.shape)
 
-    def put(value: Value, changes: Value, **attrs: str) -> Value:
-        return e.ScatterND(value, at, changes, shape=value.shape, **attrs)
+    def put(value: Value, changes: Value, reduction: str = "none") -> Value:
+        return e.ScatterND(value, at, changes, reduction=reduction, shape=value.shape)
 
     return _scattered(e, op, [data, updates, made, dy], taken, put)
 
