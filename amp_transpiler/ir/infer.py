@@ -179,9 +179,8 @@ class Shapes:
             made = f" (made by '{variable.producer.label}')" if variable.producer else ""
             raise GraphError(
                 f"the shape of '{variable.name}'{made} is not known before the run: {self[variable][1]}. Training "
-                "programs need fixed shapes; give the shapes of all feeds; give inputs that decide on sizes, such as "
-                "the edges of a graph, their values for good (values= of prepare_training); or take the operator off "
-                "the training path"
+                "programs need fixed shapes; give the shapes of all feeds, the values of inputs that sizes hang on, "
+                "such as edges of a graph (values= of prepare_training), or take the operator off the training path"
             )
         return shape
 
