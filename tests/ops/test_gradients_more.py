@@ -174,16 +174,15 @@ def test_equal_largest_numbers_share_a_gradient(type_: str, sign: float) -> None
     np.testing.assert_allclose(held["updates"], [1 / 3, 1 / 3, 1, 0, 4], rtol=1e-6)
 
 
-@pytest.mark.parametrize("reduction", ["mul"])
-def test_other_scatters_say_what_to_do(reduction: str) -> None:
+def test_a_scatter_that_multiplies_says_what_to_do() -> None:
     main = amp.Program()
     with amp.program_guard(main, amp.Program("startup")), amp.unique_name.guard():
         data = amp.create_parameter([3], "float32", name="data")
         y = main.add_variable("y", "float32", (3,))
         at, updates = main.add_constant("at", ints(1)), main.add_constant("updates", np.ones(1, np.float32))
-        main.add_operator("ScatterElements", [data, at, updates], [y], attrs={"reduction": reduction}, name="put")
+        main.add_operator("ScatterElements", [data, at, updates], [y], attrs={"reduction": "mul"}, name="put")
         loss = F.mean(y)
-    complaint = f"'put' .*'none', 'add', 'max' and 'min', not for '{reduction}'. Gather them.*Freeze.*register_gradient"
+    complaint = "'put' .*'none', 'add', 'max' and 'min', not for 'mul'. Gather them.*Freeze.*register_gradient"
     with pytest.raises(GradientError, match=complaint):
         amp.append_backward(loss)
 

@@ -173,15 +173,17 @@ def test_a_tensor_that_may_not_be_stored_binds_its_maker_and_its_readers() -> No
 
 
 @pytest.mark.parametrize(
-    ("dtype", "integer", "target"),
+    ("dtype", "source", "target"),
     [
         ("float16", "int64", "float16"),
+        ("float16", "double", "float16"),
+        ("bfloat16", "double", "bfloat16"),
         ("bfloat16", "bool", "bfloat16"),
         ("bfloat16", "int64", "float32"),
     ],
 )
-def test_integers_are_cast_straight_to_16_bit_where_that_is_the_same(dtype: str, integer: str, target: str) -> None:
-    text = f"""m ({integer}[8] i, float[8,8] x) => (float[8,8] y) <float[8,8] w = {{{", ".join(["1"] * 64)}}}>
+def test_casts_to_float32_are_straight_to_16_bit_where_that_is_the_same(dtype: str, source: str, target: str) -> None:
+    text = f"""m ({source}[8] i, float[8,8] x) => (float[8,8] y) <float[8,8] w = {{{", ".join(["1"] * 64)}}}>
         {{ m = Cast<to=1>(i) a = MatMul(x, w) y = Mul(a, m) }}"""
     program = program_of(text)
     assign(program, amp.AutoMixedPrecisionLists(dtype=dtype), "pure", Constraints())

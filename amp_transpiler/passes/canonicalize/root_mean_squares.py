@@ -55,7 +55,7 @@ def write_as_norms(program: Graph, names: frozenset[str], keep: frozenset[Operat
         sizes = (1,) if summed else static(tuple(x.shape[axis] for axis in axes))
         if sizes is None or 0 in sizes:
             continue
-        found = _Found(program, x, square, mean, axes, math.prod(sizes), names, keep)
+        found = _Found(program, x, square, mean, made, axes, math.prod(sizes), names, keep)
         if not found.may_go():
             continue
         count += found.rewrite_root(of_sum=summed) or (not summed and found.rewrite_mean())
@@ -71,25 +71,19 @@ class _Root:
     factor: float
 
 
+@dataclass
 class _Found:
-    """A mean square, and the root of it if there is one."""
+    """A mean square, and the root of it if there is one; names and operators that stay."""
 
-    def __init__(
-        self,
-        program: Graph,
-        x: Variable,
-        square: Operator,
-        mean: Operator,
-        axes: Sequence[int],
-        count: int,
-        names: frozenset[str],
-        keep: frozenset[Operator],
-    ) -> None:
-        self.program, self.x, self.square, self.mean, self.axes, self.count = program, x, square, mean, axes, count
-        self.names, self.keep = names, keep
-        made = mean.outputs[0]
-        assert made is not None
-        self.made = made
+    program: Graph
+    x: Variable
+    square: Operator
+    mean: Operator
+    made: Variable
+    axes: Sequence[int]
+    count: int
+    names: frozenset[str]
+    keep: frozenset[Operator]
 
     def may_go(self) -> bool:
         """Whether square and mean are nobody else's."""

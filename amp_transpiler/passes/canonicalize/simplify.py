@@ -63,7 +63,7 @@ def remove_identities(program: Graph, names: frozenset[str], keep: frozenset[Ope
         program.replace_uses(made, read)
         if read.shape is None and read not in program.inputs and read.outer is None:
             read.shape = made.shape
-        if op.type == "Where" or op.type in _SHAPED:
+        if op.type == "Where":
             remove(op, {read})
         else:
             program.remove_operator(op)
