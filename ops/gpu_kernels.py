@@ -15,7 +15,7 @@ import onnx
 
 from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.infer import evaluated
+from amp_transpiler.ir.evaluation import evaluated
 from amp_transpiler.ir.types import HALF, ONNX_TYPES
 from amp_transpiler.ops.common import multiple, number_of, size_of
 

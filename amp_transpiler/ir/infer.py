@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import onnx
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.contrib_types import DOMAIN, settled_types
+from amp_transpiler.ir.evaluation import fold
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import OWN, Operator, Shape, Variable
 from amp_transpiler.ir.onnx_inference import ONNX_ERRORS
@@ -158,7 +159,11 @@ class Shapes:
             del pending[last]
             if last not in self._done:
                 self._done.add(last)
-                infer_operator(last, self)
+                self.settle(last)
+
+    def settle(self, op: Operator) -> None:
+        """Put the types of what the operator makes into ``types``: those of what it reads are there."""
+        infer_operator(op, self)
 
     def __getitem__(self, variable: Variable) -> tuple[str | None, Shape | None]:
         return self.types.get(variable.key, (variable.dtype, variable.shape))
@@ -171,6 +176,10 @@ class Shapes:
                 return None
             self.values[variable.key] = found
         return self.values[variable.key]
+
+    def told(self, op: Operator, slot: int, variable: Variable) -> np.ndarray | None:
+        """The array of an operator's input, where the types of its results may go by it."""
+        return self.value(variable)
 
     def shape(self, variable: Variable) -> tuple[int, ...]:
         """The concrete shape; GraphError naming the variable where it is not fixed."""
@@ -250,7 +259,8 @@ def _standard(op: Operator, env: Any) -> list[tuple[str | None, Shape | None] | 
     if op.attrs.programs or not onnx.defs.has(op.type, opset, op.domain):
         declared = [(v.dtype, v.shape) if v is not None else None for v in op.outputs]
         return _of_branches(op, env, declared) if op.type == "If" and isinstance(env, Shapes) else declared
-    values = [None if v is None else env.value(v) for v in op.inputs]
+    told = partial(env.told, op) if isinstance(env, Shapes) else lambda _, v: env.value(v)
+    values = [None if v is None else told(slot, v) for slot, v in enumerate(op.inputs)]
     read = tuple(None if v is None else _as_read(v, known, env) for v, known in zip(op.inputs, values, strict=True))
     try:
         inferred = node_types(op, read, tuple(v is not None for v in op.outputs))
@@ -370,31 +380,3 @@ def _propagate(op: Operator, values: list[np.ndarray | None], inferred: Any, env
     result = fold(op, [known for known in values if known is not None])
     if result is not None and result.size <= _SMALL:
         env.values[out.key] = result
-
-
-def evaluated(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The first output of a model in the reference evaluator, which raises whatever its operators do."""
-    from onnx.reference import ReferenceEvaluator  # noqa: PLC0415 - its import takes 20 ms, and few programs need it
-
-    results: Any = ReferenceEvaluator(model).run(None, dict(feeds))
-    return np.asarray(results[0])
-
-
-def fold(op: Operator, values: list[np.ndarray]) -> np.ndarray | None:
-    """Run one small operator in the reference evaluator; None where that cannot."""
-    names = iter(f"i{i}" for i in range(len(values)))
-    inputs = ["" if v is None else next(names) for v in op.inputs]
-    node = onnx.helper.make_node(op.type, inputs, ["out"], domain=op.domain)
-    node.attribute.extend(op.attrs.protos())
-    feeds = dict(zip([n for n in inputs if n], values, strict=True))
-    given = [
-        onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
-        for name, array in feeds.items()
-    ]
-    graph = onnx.helper.make_graph([node], "fold", given, [onnx.helper.make_empty_tensor_value_info("out")])
-    opset = onnx.helper.make_opsetid(op.domain, op.program.opset(op.domain))
-    model = onnx.helper.make_model(graph, opset_imports=[opset])
-    try:
-        return evaluated(model, feeds)
-    except Exception:  # the evaluator raises whatever its operator does; an unknown value is no error here
-        return None

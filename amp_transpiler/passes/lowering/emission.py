@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 
 from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.decided_sizes import DecidedSizes
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes, constant_array, static, type_proto
@@ -65,16 +66,26 @@ _RUNTIME = {"seed": SEED, "step": STEP}
 _INSTEAD = (emit_known, emit_biased_softmax, emit_column, emit_multiple, emit_lookup, emit_scatter)
 
 
-def emit(graph: Graph, place: str, feed_shapes: Mapping[str, tuple[int, ...]], wanted: Wanted) -> Lowered:
+def emit(graph: Graph, place: str, feed_shapes: Mapping[str, tuple[int, ...]], wanted: Wanted) -> list[Lowered]:
     """The model that ``place`` runs; only operators that the fetches and the updates need are in it.
 
-    GraphError where a rule needs a shape that is not fixed.
+    Where data decide sizes there are several, each with other numbers for these. GraphError where a rule needs a shape
+    that is not fixed.
     """
-    return _Emission(graph, place, feed_shapes, wanted).run()
+    first = _Emission(graph, place, feed_shapes, wanted)
+    times = first.shapes.times[1:] if isinstance(first.shapes, DecidedSizes) else []
+    return [first.run(), *(_Emission(graph, place, feed_shapes, wanted, shapes).run() for shapes in times)]
 
 
 class _Emission(EmulatedStorage):
-    def __init__(self, program: Graph, place: str, feed_shapes: Mapping[str, tuple[int, ...]], wanted: Wanted) -> None:
+    def __init__(
+        self,
+        program: Graph,
+        place: str,
+        feed_shapes: Mapping[str, tuple[int, ...]],
+        wanted: Wanted,
+        shapes: Shapes | None = None,
+    ) -> None:
         super().__init__(Emitter(place, program.opset()), wanted.keep_fp32)
         self.declared, self.stateless, self.replays = wanted.declared, wanted.updates is False, wanted.replays
         self.program, self.updates = program, wanted.written(program)
@@ -88,7 +99,9 @@ class _Emission(EmulatedStorage):
         branches = any(op.attrs.programs for op in self.order)
         self.feed_shapes = {} if branches and not ruled else feed_shapes
         self.e.kernels = kernels_of(wanted.arithmetic or Arithmetic(place))
-        self.shapes = Shapes(program, feed_shapes) if ruled or self.e.kernels is not None else None
+        sized = shapes is None and (ruled or self.e.kernels is not None)
+        self.shapes = DecidedSizes(program, feed_shapes) if sized else shapes
+        self.decided = self.shapes.decided if isinstance(self.shapes, DecidedSizes) else {}
         self.e.reserve(v.name for v in program.variables)
         self.e.runtime_scalar, self.e.known_values = self._runtime_scalar, self._known
         self.e.ranked = any(map(meets, program.operators))
@@ -116,7 +129,10 @@ class _Emission(EmulatedStorage):
         nodes = by_address(self.e, zip_longest(self.e.nodes, self.result.origins), feeds)
         rows = renamed([row(*pair) for pair in nodes], rename)
         met = met_at(rows) if self.left else set()
-        rows = arranged(self.e, waiting(self.e, self.result, live(rows, wanted | met)), updates | met, feeds)
+        made = [self.env[v.key].name for v in self.decided if v.key in self.env]
+        self.result.decided = [rename.get(name, name) for name in made]
+        asked = wanted.union(met, self.result.decided)
+        rows = arranged(self.e, waiting(self.e, self.result, live(rows, asked)), updates | met, feeds)
         self.result.origins = [each.origin for each in rows]
         model, graph = self.result.model, self.result.model.graph
         graph.name = self.program.graph_name

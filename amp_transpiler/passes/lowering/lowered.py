@@ -49,7 +49,8 @@ class Lowered:
     and which operator hands in a 16-bit input of such a graph. ``joined_through`` says of tensors that are part of a
     flat one, and perhaps not in the model by themselves, which one that is, and what each was made of. ``given`` has
     tensors of known shape that a node makes whose inputs say that shape. ``tensor_cores``: it has 16-bit
-    convolutions on CUDA, and nothing that TF32 would round.
+    convolutions on CUDA, and nothing that TF32 would round. ``decided``: tensors whose sizes data decide; ``sized``
+    then has numbers in the place of all sizes that follow, about as large as they can be, for forecasts.
     """
 
     model: onnx.ModelProto
@@ -65,6 +66,8 @@ class Lowered:
     joined_through: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     given: dict[str, Value] = field(default_factory=dict)
     tensor_cores: bool = False
+    decided: list[str] = field(default_factory=list)
+    sized: Lowered | None = None
 
     def to_onnx(self, path: str) -> None:
         """Write the model; it appears whole or not at all."""

@@ -17,6 +17,7 @@ from amp_transpiler.passes.canonicalize.control_flow import FEED_SHAPES, ExpandC
 from amp_transpiler.passes.canonicalize.inlining import InlineFunctions
 from amp_transpiler.passes.canonicalize.opset import can_convert, convert_opset
 from amp_transpiler.passes.lowering.arithmetic import Arithmetic, kernels_of
+from amp_transpiler.passes.lowering.computed_sizes import with_computed_sizes
 from amp_transpiler.passes.lowering.emission import emit
 from amp_transpiler.passes.lowering.fitting import fitted
 from amp_transpiler.passes.lowering.lowered import Lowered
@@ -94,9 +95,12 @@ class Emit(Pass):
     place: str = option("cpu", *place_kinds())
 
     def run(self, graph: Graph, context: Context) -> bool:
-        lowered = emit(graph, self.place, context.get(FEED_SHAPES) or {}, context.get(WANTED, Wanted()))
-        changed = fitted(lowered) if place_traits(self.place).bodies else lowered
-        context[LOWERED] = widened(changed) if self.place == "cuda" else changed
+        times = emit(graph, self.place, context.get(FEED_SHAPES) or {}, context.get(WANTED, Wanted()))
+        if place_traits(self.place).bodies:
+            times = [fitted(lowered) for lowered in times]
+        if self.place == "cuda":
+            times = [widened(lowered) for lowered in times]
+        context[LOWERED] = times[0] if len(times) == 1 else with_computed_sizes(times)
         return False
 
 

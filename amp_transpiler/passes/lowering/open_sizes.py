@@ -140,9 +140,13 @@ class _Classes:
 
 
 class OpenModel:
-    """What serves all ``samples``, which are alike. ``model`` is None where what differs must be known beforehand."""
+    """What serves all ``samples``, which are alike. ``model`` is None where what differs must be known beforehand.
 
-    def __init__(self, samples: Sequence[Sized]) -> None:
+    ``label``: what the names of sizes begin with.
+    """
+
+    def __init__(self, samples: Sequence[Sized], label: str = "size") -> None:
+        self.label = label
         self.constants = _Classes([sample.constants for sample in samples])
         #: Of each class of constants that is an input: a slot that reads it.
         self.open: dict[int, int] = {}
@@ -150,7 +154,7 @@ class OpenModel:
             if number not in self.constants.fixed:
                 self.open.setdefault(number, slot)
         #: What these inputs are called.
-        self.names = {_name(number) for number in self.open}
+        self.names = {self.name(number) for number in self.open}
         self.shaped: list[str] = []
         self.model: onnx.ModelProto | None = onnx.ModelProto()
         self.model.CopyFrom(samples[0].model)
@@ -168,7 +172,7 @@ class OpenModel:
 
     def known(self, sample: Sized) -> dict[str, onnx.TensorProto]:
         """The constants of a sample that are inputs of the open model, by the inputs' names."""
-        return {_name(number): sample.read(slot) for number, slot in self.open.items()}
+        return {self.name(number): sample.read(slot) for number, slot in self.open.items()}
 
     def _sizes(self, sample: Sized) -> list[Hashable]:
         """All sizes of a sample: what it declares, and those of open constants and of what is made with them; ranks."""
@@ -187,7 +191,7 @@ class OpenModel:
                 continue
             if found[0] in _FLOATS and not _is_read_as_it_is(node, place):
                 return False
-            node.input[place] = _name(number)
+            node.input[place] = self.name(number)
         for node in graph.node:
             if not self.names.isdisjoint(node.input):
                 ranks = {sample.rank(node.output[0]) for sample in samples}
@@ -205,7 +209,7 @@ class OpenModel:
         dims = [dim for info in _infos(graph) for dim in info.type.tensor_type.shape.dim]
         for number, slot in self.open.items():
             kind, shape, _ = first.constants[slot]
-            graph.input.append(onnx.helper.make_tensor_value_info(_name(number), kind, shape))
+            graph.input.append(onnx.helper.make_tensor_value_info(self.name(number), kind, shape))
             dims += graph.input[-1].type.tensor_type.shape.dim
         outputs = {info.name for info in graph.output}
         for tensor in self.shaped:
@@ -216,11 +220,11 @@ class OpenModel:
             dims += info.type.tensor_type.shape.dim
         for dim, number in zip(dims, self.sizes.of[:-1], strict=True):
             if number not in self.sizes.fixed:
-                dim.dim_param = f"size {number}"
+                dim.dim_param = f"{self.label} {number}"
 
-
-def _name(number: int) -> str:
-    return f"@size/{number}"
+    def name(self, number: int) -> str:
+        """What the input for a class of constants is called."""
+        return f"@{self.label}/{number}"
 
 
 def _is_read_as_it_is(node: onnx.NodeProto, slot: int) -> bool:

@@ -1,0 +1,208 @@
+"""Sizes that data decide, such as how many places NonZero finds: numbers stand for them while a program is lowered.
+
+A program is typed several times side by side, each time with other numbers in the place of these sizes. What differs
+between the times hangs on data; what is the same whatever the numbers are, does not. The numbers are primes above what
+there can be of anything here, so that nothing is chosen because a size has divisors.
+
+Sizes of one kind get one number: those of equal operators on equal inputs, and what would not fit together otherwise
+(a target that is fed for each place found has as many rows as were fed). Arithmetic on sizes is known where it is
+linear; anything else is left to the run, and a size that comes of it is one that data decide.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Hashable, Iterator, Mapping
+from copy import copy
+from itertools import count, pairwise, permutations
+
+import numpy as np
+
+from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.infer import Shapes, infer_operator, static
+from amp_transpiler.ir.nodes import Operator, Shape, Variable
+from amp_transpiler.ir.opdef import traits_of
+
+#: How often a program is typed: two tell what differs, the third whether what is made of the two holds.
+TIMES = 3
+#: The least number that stands for a size.
+_LEAST = 16
+_LINEAR = frozenset({"Add", "Mul", "Neg", "Sub"})
+#: Inputs that say sizes of the result as they are, by operator and slot.
+_SAYS = frozenset({("ConstantOfShape", 0), ("Expand", 1), ("Range", 0), ("Range", 1), ("Reshape", 1), ("Tile", 1)})
+#: Operators whose results' sizes are rounded along the axes that they walk over: they must not hang on data.
+_ROUNDED = frozenset(
+    {"AveragePool", "Col2Im", "Conv", "ConvTranspose", "LpPool", "MaxPool", "MaxUnpool", "Resize", "Split", "Upsample"}
+)
+
+#: What stands for one size, each time.
+Numbers = tuple[int, ...]
+
+
+class _Unified(Exception):
+    """A size was found to be another one."""
+
+
+class DecidedSizes(Shapes):
+    """Concrete types for given feed shapes, with numbers for sizes that data decide.
+
+    ``times``: the same with other numbers, this one first; it is alone where data decide no size. ``decided``: the
+    variables whose sizes they decide first hand.
+    """
+
+    def __init__(self, program: Graph, feed_shapes: Mapping[str, tuple[int, ...]] | None = None) -> None:
+        self.found: dict[Hashable, Numbers] = {}
+        self.same: dict[Hashable, Numbers] = {}
+        while True:
+            self.times: list[DecidedSizes] = [self]
+            self.decided: dict[Variable, None] = {}
+            self.tokens: dict[int, Hashable] = {}
+            self.found.clear()
+            try:
+                super().__init__(program, feed_shapes)
+            except _Unified:
+                continue
+            return
+
+    def told(self, op: Operator, slot: int, variable: Variable) -> np.ndarray | None:
+        """As of :class:`Shapes`; what hangs on sizes that data decide only where the operator takes it linearly."""
+        known = self.value(variable)
+        if known is None or len(self.times) == 1 or not self._varies(variable):
+            return known
+        moves = traits_of(op).moves
+        linear = not op.domain and (op.type in _LINEAR or (op.type, slot) in _SAYS)
+        whole = np.issubdtype(known.dtype, np.integer)
+        return known if whole and (linear or moves is None or slot in moves) else None
+
+    def settle(self, op: Operator) -> None:
+        """As of :class:`Shapes`, each time."""
+        for each in self.times:
+            try:
+                infer_operator(op, each)
+            except GraphError:
+                self._unify(op)
+                raise
+        self._check(op)
+        for slot, variable in enumerate(op.outputs):
+            if variable is not None:
+                self._decide(op, slot, variable)
+
+    def _varies(self, variable: Variable) -> bool:
+        first, *others = (each.value(variable) for each in self.times)
+        return any(not np.array_equal(first, other) for other in others)
+
+    def sizes(self, variable: Variable) -> list[Numbers] | None:
+        """The sizes of a variable each time; None where some are not known."""
+        shapes = [static(each[variable][1]) for each in self.times]
+        known = [shape for shape in shapes if shape is not None]
+        return list(zip(*known, strict=True)) if len(known) == len(shapes) else None
+
+    # -- sizes that data decide ------------------------------------------------------------------------
+    def _decide(self, op: Operator, slot: int, variable: Variable) -> None:
+        """Put numbers in the place of sizes that are not known, or that may be less than was inferred."""
+        shape = self[variable][1]
+        if shape is None or variable.grad_of is not None or op.attrs.programs or not self._fixed(op):
+            return
+        open_axes = [axis for axis, size in enumerate(shape) if not isinstance(size, int)]
+        if op.type == "Slice" and not op.domain and not open_axes:
+            open_axes = self._clipped(op.inputs[0], variable)
+        if not open_axes:
+            return
+        while len(self.times) < TIMES:
+            self.times.append(self._again())
+        numbers = {axis: self._numbers(op, slot, axis) for axis in open_axes}
+        for time, each in enumerate(self.times):
+            dtype, shape = each[variable]
+            assert shape is not None
+            sizes: Shape = tuple(numbers[axis][time] if axis in numbers else size for axis, size in enumerate(shape))
+            each.types[variable.key] = dtype, sizes
+            each.values.pop(variable.key, None)
+        if any(len(set(number)) > 1 for number in numbers.values()):
+            self.decided[variable] = None
+
+    def _fixed(self, op: Operator) -> bool:
+        """Whether what an operator reads has sizes."""
+        return all(v is None or static(self[v][1]) is not None for v in op.inputs)
+
+    def _clipped(self, whole: Variable | None, part: Variable) -> list[int]:
+        """The axes along which a Slice takes some of as many as data decide: perhaps fewer than it asks for."""
+        before, after = None if whole is None else self.sizes(whole), self.sizes(part)
+        if before is None or after is None:
+            return []
+        pairs = enumerate(zip(before, after, strict=True))
+        return [axis for axis, (old, new) in pairs if len(set(old)) > 1 and new != old]
+
+    def _again(self) -> DecidedSizes:
+        """The same so far."""
+        twin = copy(self)
+        twin.types, twin.values = dict(self.types), dict(self.values)
+        return twin
+
+    def _numbers(self, op: Operator, slot: int, axis: int) -> Numbers:
+        token: Hashable = self._token(op)
+        key = token if op.type == "Unique" else (token, slot, axis)
+        if key not in self.found:
+            self.found[key] = self.same.get(key) or self._fresh(op, len(self.found))
+        return self.found[key]
+
+    def _fresh(self, op: Operator, index: int) -> Numbers:
+        """Primes that stand for nothing else: the first one at least as large as what the operator reads."""
+        draw, numbers = random.Random(index), list[int]()
+        shapes = [static(self[v][1]) for v in op.inputs if v is not None]
+        least = max([_LEAST, *(math.prod(shape) for shape in shapes if shape is not None)])
+        for time in range(TIMES):
+            taken = {each[time] for each in self.found.values()} | set(numbers)
+            start = least if not time else least + draw.randrange(least, 4 * least)
+            numbers.append(next(n for n in _primes(start) if n not in taken))
+        return tuple(numbers)
+
+    def _token(self, op: Operator) -> Hashable:
+        """What is equal for operators that make equal things."""
+        if op.key not in self.tokens:
+            numbers: dict[Hashable, int] = {}
+            for each in self.program.operators:
+                read = tuple(None if v is None else self._made(v) for v in each.inputs)
+                alone = each.key if each.attrs.programs or traits_of(each).random else None
+                settings = tuple(proto.SerializeToString(deterministic=True) for proto in each.attrs.protos())
+                key = each.full_type, settings, read, alone
+                self.tokens[each.key] = numbers.setdefault(key, len(numbers))
+        return self.tokens[op.key]
+
+    def _made(self, variable: Variable) -> Hashable:
+        maker = variable.producer
+        return variable.key if maker is None else (self.tokens.get(maker.key), variable.producer_slot)
+
+    # -- what fits together ----------------------------------------------------------------------------
+    def _unify(self, op: Operator) -> None:
+        """Where an operator's inputs do not fit because of a size that data decide: it is what it has to fit."""
+        sizes = [found for v in op.inputs if v is not None and (found := self.sizes(v))]
+        for one, other in permutations(sizes, 2):
+            for size, wanted in zip(reversed(one), reversed(other), strict=False):
+                key = next((key for key, numbers in self.found.items() if numbers == size != wanted), None)
+                if key is not None and key not in self.same and set(wanted) != {1}:
+                    self.same[key] = wanted
+                    raise _Unified
+
+    def _check(self, op: Operator) -> None:
+        """GraphError where a size is rounded that hangs on data: what it is for these numbers says nothing."""
+        if len(self.times) == 1 or op.domain or op.type not in _ROUNDED:
+            return
+        before = self.sizes(op.inputs[0]) if op.inputs[0] is not None else None
+        for variable in op.outputs:
+            after = self.sizes(variable) if variable is not None else None
+            for old, new in zip(before or (), after or (), strict=False):
+                steps = {
+                    divmod(b - a, d - c) for (a, b), (c, d) in zip(pairwise(new), pairwise(old), strict=True) if d != c
+                }
+                if len(set(new)) > 1 and (len(steps) != 1 or next(iter(steps))[1]):
+                    raise GraphError(
+                        f"operator '{op.label}' ({op.full_type}) rounds a size that data decide, that of "
+                        f"'{op.inputs[0].name}': such sizes are known in training only where they are "
+                        "sums and multiples of others. Pad what it reads to a fixed size"
+                    )
+
+
+def _primes(start: int) -> Iterator[int]:
+    return (n for n in count(start) if all(n % d for d in range(2, math.isqrt(n) + 1)))

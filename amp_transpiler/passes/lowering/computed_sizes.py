@@ -1,0 +1,301 @@
+"""One model of those that were lowered with other numbers for sizes that data decide: it computes these in the run.
+
+The models have the same nodes, and differ in constants and declared shapes alone. A constant that differs is a sum, a
+multiple or a product of sizes, which the run has: of what NonZero finds, and of what is made with it. Which one, the
+models tell together: each is right for its own numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement, product
+
+import numpy as np
+import onnx
+
+from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.decided_sizes import Numbers
+from amp_transpiler.ir.emitter import Value
+from amp_transpiler.ir.node_protos import emitted_node
+from amp_transpiler.ir.nodes import Operator, Shape
+from amp_transpiler.ir.types import NAMES, ONNX_TYPES
+from amp_transpiler.passes.lowering.lowered import Lowered, Port, Row, live, row
+from amp_transpiler.passes.lowering.open_sizes import OpenModel, Sized
+
+#: Powers of a size that a number may be a multiple of: a mean divides by it, a scaled product by its root.
+_POWERS = (-1.0, 1.0, -0.5, 0.5)
+#: How far two multiples may be from each other, by element type.
+_OFF = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 1e-6, "float64": 1e-14}
+#: Elements of a constant up to which each may be another size.
+_FEW = 64
+
+
+def with_computed_sizes(times: Sequence[Lowered]) -> Lowered:
+    """One model for all sizes. GraphError where models differ in what sizes do not tell."""
+    return _Joining(times).run()
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A size of a tensor that node number ``place`` makes."""
+
+    numbers: Numbers
+    tensor: str
+    axis: int
+    place: int
+
+
+class _Joining:
+    def __init__(self, times: Sequence[Lowered]) -> None:
+        self.times, self.first = times, times[0]
+        self.samples = [Sized(lowered.model, lowered.given) for lowered in times]
+        if not all(self.samples[0].alike(other) for other in self.samples[1:]):
+            raise self._error("the model for some has other operators than the model for others")
+        self.opened = OpenModel(self.samples, "data size")
+        if self.opened.model is None:
+            raise self._error("a kernel needs a number that hangs on them before the run")
+        self.graph = self.opened.model.graph
+        padded = [*self.first.origins, *[None] * (len(self.graph.node) - len(self.first.origins))]
+        self.rows = _decided_first(list(map(row, self.graph.node, padded)), self.first.decided)
+        self.sources = list(self._sources())
+        #: The nodes to put before the node of a number.
+        self.before: dict[int, list[onnx.NodeProto]] = {}
+        self.place = 0
+        self.made: dict[tuple[object, ...], str] = {}
+        self.count = 0
+
+    def run(self) -> Lowered:
+        places: dict[str, int] = {}
+        for place, each in enumerate(self.rows):
+            for name in self.opened.names.intersection(each.reads):
+                places.setdefault(name, place)
+        constants = {self.opened.name(number): slot for number, slot in self.opened.open.items()}
+        for name, self.place in sorted(places.items(), key=lambda each: (each[1], each[0])):
+            arrays = [onnx.numpy_helper.to_array(sample.read(constants[name])) for sample in self.samples]
+            self._add("Identity", [self._computed(arrays)], name=name)
+        return self._joined()
+
+    def _joined(self) -> Lowered:
+        assert self.opened.model is not None
+        nodes, origins = list[onnx.NodeProto](), list[Operator | None]()
+        for place, each in enumerate(self.rows):
+            added = self.before.get(place, [])
+            nodes += [*added, each.node]
+            origins += [*[None] * len(added), each.origin]
+        nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+        del self.graph.node[:]
+        self.graph.node.extend(nodes)
+        inputs = [info for info in self.graph.input if info.name not in self.opened.names]
+        del self.graph.input[:]
+        self.graph.input.extend(inputs)
+
+        def open_port(*ports: Port) -> Port:
+            return replace(ports[0], shape=_open([port.shape for port in ports]))
+
+        def open_value(*values: Value) -> Value:
+            shape = _open([value.shape for value in values])
+            known = None if shape is None or None in shape else values[0].shape
+            return replace(values[0], shape=known)
+
+        def of_all(name: str, opened: Callable[..., Value]) -> dict[str, Value]:
+            held = [getattr(lowered, name) for lowered in self.times]
+            return {key: opened(*(each[key] for each in held)) for key in held[0] if all(key in each for each in held)}
+
+        fetches = list(map(open_port, *(lowered.fetches for lowered in self.times)))
+        return replace(
+            self.first,
+            model=self.opened.model,
+            origins=origins,
+            fetches=fetches,
+            tensors=of_all("tensors", open_value),
+            given=of_all("given", open_value),
+            sized=self.first,
+        )
+
+    def _error(self, why: str) -> GraphError:
+        return GraphError(
+            f"data decide the sizes of '{self.first.decided[0]}', and {why}. Pad what is chosen to a fixed size, "
+            "or give the values of the inputs that decide (values= of prepare_training)"
+        )
+
+    # -- what the run knows ----------------------------------------------------------------------------
+    def _sources(self) -> Iterator[_Source]:
+        """The sizes that data decide, those decided first hand first."""
+        places = {name: place for place, each in enumerate(self.rows) for name in each.makes}
+        tensors: dict[str, list[Shape | None]] = {}
+        for name, value in self.first.tensors.items():
+            others = [lowered.tensors.get(name) for lowered in self.times[1:]]
+            if value.name in places and all(other is not None and other.name == value.name for other in others):
+                tensors[value.name] = [value.shape, *(other.shape for other in others if other is not None)]
+        decided = set(self.first.decided)
+        seen: set[Numbers] = set()
+        for tensor in sorted(tensors, key=lambda name: (name not in decided, places[name])):
+            shapes = tensors[tensor]
+            if any(shape is None or len(shape) != len(shapes[0] or ()) for shape in shapes):
+                continue
+            for axis, numbers in enumerate(zip(*shapes, strict=True)):  # type: ignore[arg-type]
+                if len(set(numbers)) > 1 and numbers not in seen:
+                    seen.add(numbers)
+                    yield _Source(numbers, tensor, axis, places[tensor])
+
+    def _known(self) -> list[_Source]:
+        return [source for source in self.sources if source.place < self.place]
+
+    # -- what is computed ------------------------------------------------------------------------------
+    def _computed(self, arrays: Sequence[np.ndarray]) -> str:
+        """The tensor that holds one of these arrays, by the sizes of the run."""
+        first, whole = arrays[0], np.issubdtype(arrays[0].dtype, np.integer)
+        kind = NAMES[onnx.helper.np_dtype_to_tensor_dtype(first.dtype)]
+        if len({array.shape for array in arrays}) > 1:
+            return self._long(arrays, kind)
+        if len({array.tobytes() for array in arrays}) == 1:
+            return self._const(first)
+        columns = list(zip(*(array.reshape(-1).tolist() for array in arrays), strict=True))
+        alike = len(set(columns)) == 1
+        if not alike and len(columns) > _FEW:
+            raise self._error("a tensor of numbers hangs on them")
+        parts = [
+            self._whole(column) if whole else self._real(column, kind) for column in columns[: 1 if alike else None]
+        ]
+        held = self._add("Concat", parts, axis=0) if len(parts) > 1 else parts[0]
+        if kind not in ("int64", "float32"):
+            held = self._add("Cast", [held], to=ONNX_TYPES[kind])
+        if alike and first.size > 1:
+            return self._add("Expand", [held, self._const(np.array(first.shape, np.int64))])
+        if first.ndim == 1:
+            return held
+        return self._add("Reshape", [held, self._const(np.array(first.shape, np.int64))])
+
+    def _long(self, arrays: Sequence[np.ndarray], kind: str) -> str:
+        """An array whose shape hangs on sizes: one number everywhere, or numbers that count up."""
+        shapes = [np.array(array.shape, np.int64) for array in arrays]
+        if len({len(shape) for shape in shapes}) == 1:
+            if len({number for array in arrays for number in np.unique(array).tolist()}) == 1:
+                return self._add("Expand", [self._const(arrays[0].reshape(-1)[:1]), self._computed(shapes)])
+            begin, step = arrays[0][0], arrays[0][1] - arrays[0][0] if arrays[0].ndim == 1 else 0
+            if arrays[0].ndim == 1 and all(np.array_equal(a, begin + step * np.arange(a.size)) for a in arrays):
+                ends = [np.array(begin + step * array.size, array.dtype) for array in arrays]
+                typed = [np.array(number, arrays[0].dtype) for number in (begin, step)]
+                return self._add("Range", [self._const(typed[0]), self._computed(ends), self._const(typed[1])])
+        raise self._error(f"so they do the shape of a constant ({kind})")
+
+    def _whole(self, numbers: Sequence[int]) -> str:
+        """A whole number, as a tensor of one int64."""
+        numbers = tuple(numbers)
+        if len(set(numbers)) == 1:
+            return self._const(np.array(numbers[:1], np.int64))
+        known = self._known()
+        for source in known:
+            if source.numbers == numbers:
+                return self._size(source)
+        for source in known:
+            factor = _factor(numbers, source.numbers)
+            if factor is not None:
+                return self._times(self._size(source), factor)
+        for one, other in combinations_with_replacement(known, 2):
+            factor = _factor(numbers, [a * b for a, b in zip(one.numbers, other.numbers, strict=True)])
+            if factor is not None:
+                return self._times(self._add("Mul", [self._size(one), self._size(other)]), factor)
+        for source in known:
+            slope = _slope(numbers, source.numbers)
+            if slope is not None:
+                factor, rest = slope
+                return self._plus(self._times(self._size(source), factor), rest)
+        for one, other in combinations_with_replacement(known, 2):
+            for sign, negative in product((1, -1), repeat=2):
+                rest = [
+                    n - sign * a - negative * b for n, a, b in zip(numbers, one.numbers, other.numbers, strict=True)
+                ]
+                if len(set(rest)) == 1:
+                    parts = [self._times(self._size(one), sign), self._times(self._size(other), negative)]
+                    return self._plus(self._add("Add", parts), rest[0])
+        raise self._error(
+            f"what follows from them ({_listed(numbers)}) is no sum or multiple of sizes that the run has by then"
+        )
+
+    def _real(self, numbers: Sequence[float], kind: str) -> str:
+        """A number that hangs on a size, as a tensor of one float32."""
+        if len(set(numbers)) == 1:
+            return self._const(np.array(numbers[:1], np.float32))
+        for power, source in product(_POWERS, self._known()):
+            factors = np.array(numbers) / np.array(source.numbers, float) ** power
+            if np.ptp(factors) <= _OFF[kind] * abs(factors[0]):
+                size = self._add("Cast", [self._size(source)], to=ONNX_TYPES["float32"])
+                root = self._add("Sqrt", [size]) if abs(power) < 1 else size
+                factor = self._const(np.array([factors[0]], np.float32))
+                return self._add("Mul" if power > 0 else "Div", [factor, root])
+        for inverse in (False, True):
+            wholes = [1 / number if inverse else number for number in numbers]
+            if all(abs(number - round(number)) <= _OFF[kind] * abs(number) for number in wholes):
+                found = self._add("Cast", [self._whole([round(n) for n in wholes])], to=ONNX_TYPES["float32"])
+                return self._add("Reciprocal", [found]) if inverse else found
+        raise self._error("a number that follows from them is no multiple or power of a size")
+
+    def _size(self, source: _Source) -> str:
+        return self._add("Shape", [source.tensor], start=source.axis, end=source.axis + 1)
+
+    def _times(self, name: str, factor: int) -> str:
+        return name if factor == 1 else self._add("Mul", [name, self._const(np.array([factor], np.int64))])
+
+    def _plus(self, name: str, number: int) -> str:
+        return name if number == 0 else self._add("Add", [name, self._const(np.array([number], np.int64))])
+
+    def _const(self, array: np.ndarray) -> str:
+        key = ("", array.dtype.str, array.shape, array.tobytes())
+        if key not in self.made:
+            self.made[key] = self._name()
+            self.graph.initializer.append(onnx.numpy_helper.from_array(array, self.made[key]))
+        return self.made[key]
+
+    def _add(self, type_: str, inputs: Sequence[str], name: str = "", **attrs: int) -> str:
+        """What a node makes; equal ones are made once."""
+        key = (type_, *inputs, name, *attrs.items())
+        if key not in self.made:
+            self.made[key] = name or self._name()
+            node = emitted_node(type_, list(inputs), [self.made[key]], attrs=attrs)
+            self.before.setdefault(self.place, []).append(node)
+        return self.made[key]
+
+    def _name(self) -> str:
+        self.count += 1
+        return f"@data size {self.count}"
+
+
+def _decided_first(rows: Sequence[Row], decided: Sequence[str]) -> list[Row]:
+    """The rows in an order in which the sizes that data decide are known as early as can be, one after the other."""
+    first: list[Row] = []
+    left = list(rows)
+    for tensor in decided:
+        needed = {id(each) for each in live(left, {tensor})}
+        first += [each for each in left if id(each) in needed]
+        left = [each for each in left if id(each) not in needed]
+    return [*first, *left]
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _factor(numbers: Sequence[int], sizes: Sequence[int]) -> int | None:
+    """The whole number that these sizes are to be multiplied with; None where there is none."""
+    factor, rest = divmod(numbers[0], sizes[0])
+    return factor if not rest and all(n == factor * size for n, size in zip(numbers, sizes, strict=True)) else None
+
+
+def _slope(numbers: Sequence[int], sizes: Sequence[int]) -> tuple[int, int] | None:
+    """The factor and the summand that make these numbers of the sizes; None where there are none."""
+    if sizes[0] == sizes[1]:
+        return None
+    factor, rest = divmod(numbers[1] - numbers[0], sizes[1] - sizes[0])
+    offset = numbers[0] - factor * sizes[0]
+    fits = not rest and all(n == factor * size + offset for n, size in zip(numbers, sizes, strict=True))
+    return (factor, offset) if fits else None
+
+
+def _open(shapes: Sequence[Shape | None]) -> Shape | None:
+    """A shape of those of each time, None for sizes that differ."""
+    if any(shape is None or len(shape) != len(shapes[0] or ()) for shape in shapes):
+        return None
+    columns = zip(*shapes, strict=True)  # type: ignore[arg-type]
+    return tuple(sizes[0] if len(set(sizes)) == 1 else None for sizes in columns)
