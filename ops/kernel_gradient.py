@@ -76,17 +76,26 @@ def weight_gradient(e: Emitter, x: Value, dy: Value, window: Window, group: int)
         apart = _turning_outweighs(e, x, dy) if e.at.fused else x.dtype not in HALF and _images_outweigh(x, dy)
         return (by_images if apart else by_one_gemm)(e, x, dy, window)
     if e.at.fused and not (group == 1 and set(window.strides) == {1} and max(window.target) <= _LARGEST_KERNEL):
-        by_axes = group > 1 and window.rank > 1 and window.strides[-1] == 1 and _fewer_by_axes(x, dy, window, group)
+        by_axes = group > 1 and window.rank > 1 and window.strides[-1] == 1 and not e.hangs(x.shape[0])
+        by_axes = by_axes and _fewer_by_axes(x, dy, window, group)
         return (by_axis if by_axes else by_gathering)(e, x, dy, window, group)
     if e.at.fused or taps > _MOST_TAPS:
-        return by_convolution(e, x, dy, window, group)
+        return _of_some(e, x, by_convolution(e, x, dy, window, group))
     if group > 1:
         return by_grouped_gemms(e, x, dy, window, group)
     if channels >= _FEW_CHANNELS:
         return by_gemms(e, x, dy, window)
     if prod((x.shape[0], channels, taps, *window.target)) <= _MOST_UNFOLDED:
         return by_unfolding(e, x, dy, window)
-    return by_convolution(e, x, dy, window, group)
+    return _of_some(e, x, by_convolution(e, x, dy, window, group))
+
+
+def _of_some(e: Emitter, x: Value, dw: Value) -> Value:
+    """The gradient of a kernel; zeros where the run finds that there are no images, of which Conv computes nothing."""
+    if not e.hangs(size_of(x)[0]):
+        return dw
+    some = e.Greater(e.op("Size", x, dtype="int64", shape=()), e.const(np.int64(0)))
+    return e.Where(some, dw, e.zeros(size_of(dw), dw.dtype), shape=dw.shape)
 
 
 def by_convolution(e: Emitter, x: Value, dy: Value, window: Window, group: int) -> Value:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from amp_transpiler.errors import GradientError
 from amp_transpiler.ir.decompose import Parts, decomposition
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.intervals import Interval, Ranges, any_of, hull, same, same_or_zero
@@ -116,11 +117,13 @@ def concat_by_channel(e: Emitter, op: Operator, *xs: Value) -> Grads:
 def split(e: Emitter, op: Operator, sizes: Value | None, dys: list[Value | None]) -> Grads:
     shape = shape_of(e, 0)
     axis = int(op.attrs.get("axis", 0)) % len(shape)
+    dtype = next(dy.dtype for dy in dys if dy is not None)
+    if sizes is not None and e.known(op.inputs[0]) is None:
+        return [_joined(e, axis, shape, sizes, dys, dtype)]
     lengths = integers(e, op, 0, "sizes of Split")
     if lengths is None:
         chunk = math.ceil(shape[axis] / len(dys))
         lengths = [max(0, min(chunk, shape[axis] - i * chunk)) for i in range(len(dys))]
-    dtype = next(dy.dtype for dy in dys if dy is not None)
     pieces = [
         dy if dy is not None else e.zeros([*shape[:axis], length, *shape[axis + 1 :]], dtype)
         for dy, length in zip(dys, lengths, strict=True)
@@ -128,11 +131,24 @@ def split(e: Emitter, op: Operator, sizes: Value | None, dys: list[Value | None]
     return [e.Concat(*pieces, axis=axis, shape=shape) if len(pieces) > 1 else pieces[0]]
 
 
+def _joined(
+    e: Emitter, axis: int, shape: Sequence[int], sizes: Value, dys: Sequence[Value | None], dtype: str
+) -> Value:
+    """Pieces of lengths that the run knows, zeros in the place of those that there are no gradients of."""
+    pieces = list(dys)
+    if None in pieces:
+        empty = e.Split(e.zeros(shape, dtype), sizes, outputs=len(pieces), dtype=dtype, axis=axis)
+        pieces = [zeros if dy is None else dy for dy, zeros in zip(pieces, empty, strict=True)]
+    return e.Concat(*pieces, axis=axis, shape=shape)
+
+
 @gradient("Slice", reads="x1 x2 x3 x4 dy0", native=True)
 def slice_(
     e: Emitter, op: Operator, starts: Value, ends: Value, axes: Value | None, steps: Value | None, dy: Value
 ) -> Grads:
     shape = shape_of(e, 0)
+    if any(e.known(bound) is None for bound in op.inputs[:2]):
+        return [_put_back(e, op, shape, starts, ends, dy)]
     begin, end = integers(e, op, 0, "starts of Slice") or [], integers(e, op, 1, "ends of Slice") or []
     along = integers(e, op, 2, "axes of Slice") or list(range(len(begin)))
     strides = integers(e, op, 3, "steps of Slice") or [1] * len(begin)
@@ -148,6 +164,34 @@ def slice_(
         dy = _spread_out(e, dy, axis, abs(step))
         before[axis], after[axis] = taken[0], shape[axis] - 1 - taken[-1]
     return [padded(e, dy, before, after)]
+
+
+def _put_back(e: Emitter, op: Operator, shape: Sequence[int], starts: Value, ends: Value, dy: Value) -> Value:
+    """A gradient between zeros, where the run knows which part of the tensor it is of."""
+    along = integers(e, op, 2, "axes of Slice") or list(range(size_of(starts)[0]))
+    if any(step != 1 for step in integers(e, op, 3, "steps of Slice") or ()):
+        raise GradientError(
+            f"'{op.label}' is of every n-th element of a part that is found in the run ('{op.inputs[0].name}', "
+            f"'{op.inputs[1].name}'). Make these constant, or take the operator off the training path"
+        )
+    axes = [axis % len(shape) for axis in along]
+    sizes, none = e.ints(*(shape[axis] for axis in axes)), e.ints(0)
+
+    def within(bound: Value) -> Value:
+        bound = e.cast(bound, "int64")
+        counted = e.Where(e.Less(bound, none), e.Add(bound, sizes), bound)
+        return e.Max(e.Min(counted, sizes), none)
+
+    before = within(starts)
+    after = e.Sub(sizes, e.Max(within(ends), before))
+    return _padded_in_run(e, dy, e.Concat(before, after, axis=0), axes, shape)
+
+
+def _padded_in_run(e: Emitter, value: Value, pads: Value, axes: Sequence[int], shape: Sequence[int]) -> Value:
+    """Zeros around a value, as many as the run says; where that is less than none, what is there goes."""
+    dtype = value.dtype
+    value = e.f32(value) if dtype == "bfloat16" else value
+    return e.cast(e.Pad(value, pads, None, e.ints(*axes), shape=shape), dtype)
 
 
 def _reversed(e: Emitter, value: Value, axis: int) -> Value:
@@ -171,6 +215,9 @@ def _spread_out(e: Emitter, value: Value, axis: int, step: int) -> Value:
 def pad(e: Emitter, op: Operator, pads: Value, axes: Value | None, dy: Value) -> Grads:
     mode = op.attrs.get("mode", "constant")
     shape = shape_of(e, 0)
+    if mode == "constant" and e.known(op.inputs[0]) is None:
+        known = integers(e, op, 1, "axes of Pad") or range(len(shape))
+        return [_padded_in_run(e, dy, e.Neg(e.cast(pads, "int64")), [axis % len(shape) for axis in known], shape)]
     widths = integers(e, op, 0, "pads of Pad") or []
     along = integers(e, op, 1, "axes of Pad") or list(range(len(shape)))
     after = [0] * len(shape)

@@ -40,7 +40,7 @@ def added_rows(e: Emitter, total: Value, at: Value, rows: Value, in_place: bool 
     """
     shape, (*lead, k) = size_of(total), size_of(at)
     number, rest = math.prod(lead), shape[k:]
-    turns = 1 if in_place or not e.at.host else _turns(total, at)
+    turns = 1 if in_place or not e.at.host else _turns(total, at, e.hangs(number))
     if e.at.fused and not in_place and k == 1 and math.prod(rest) >= _WIDE:
         turns = 0
     if turns == 1:
@@ -53,18 +53,19 @@ def added_rows(e: Emitter, total: Value, at: Value, rows: Value, in_place: bool 
     return total
 
 
-def _turns(total: Value, at: Value) -> int:
+def _turns(total: Value, at: Value, whole: bool) -> int:
     """In how many turns to add rows, so that each takes one thread; 0 where ScatterElements takes less time than these.
 
-    A power of four where that costs little: the nodes, and so the session, are the same ones for most sizes of a batch.
+    ``whole``: one turn, or none. Else a power of four where that costs little: the nodes, and so the session, are the
+    same ones for most sizes of a batch.
     """
     count, number = _elements(total, at), math.prod(size_of(at)[:-1])
     if count <= _FEW:
         return 1
     most = _ONE_THREAD * number // count
     least = -(-number // most) if most else number + 1
-    if total.dtype in HALF:
-        return int(least == 1)  # a 16-bit sum would be rounded in between
+    if total.dtype in HALF or whole:  # a 16-bit sum would be rounded in between
+        return int(least == 1)
     turns = 4
     while turns < least:
         turns *= 4

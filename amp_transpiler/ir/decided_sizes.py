@@ -28,10 +28,23 @@ from amp_transpiler.ir.opdef import traits_of
 #: How often a program is typed: two tell what differs, the third whether what is made of the two holds.
 TIMES = 3
 #: The least number that stands for a size.
-_LEAST = 16
+_LEAST = 64
 _LINEAR = frozenset({"Add", "Mul", "Neg", "Sub"})
 #: Inputs that say sizes of the result as they are, by operator and slot.
-_SAYS = frozenset({("ConstantOfShape", 0), ("Expand", 1), ("Range", 0), ("Range", 1), ("Reshape", 1), ("Tile", 1)})
+_SAYS = frozenset(
+    {
+        ("ConstantOfShape", 0),
+        ("Expand", 1),
+        ("Pad", 1),
+        ("Range", 0),
+        ("Range", 1),
+        ("Reshape", 1),
+        ("Split", 1),
+        ("Tile", 1),
+    }
+)
+#: Operators that find some of all elements that they read; what others make is about as long as what they read.
+_FINDS = frozenset({"Compress", "NonZero", "Unique"})
 #: Operators whose results' sizes are rounded along the axes that they walk over: they must not hang on data.
 _ROUNDED = frozenset(
     {"AveragePool", "Col2Im", "Conv", "ConvTranspose", "LpPool", "MaxPool", "MaxUnpool", "Resize", "Split", "Upsample"}
@@ -39,6 +52,8 @@ _ROUNDED = frozenset(
 
 #: What stands for one size, each time.
 Numbers = tuple[int, ...]
+#: An axis of what an operator makes: its key, the slot of the output, the axis.
+_Where = tuple[int, int, int]
 
 
 class _Unified(Exception):
@@ -52,14 +67,19 @@ class DecidedSizes(Shapes):
     variables whose sizes they decide first hand.
     """
 
-    def __init__(self, program: Graph, feed_shapes: Mapping[str, tuple[int, ...]] | None = None) -> None:
-        self.found: dict[Hashable, Numbers] = {}
-        self.same: dict[Hashable, Numbers] = {}
+    def __init__(
+        self, program: Graph, feed_shapes: Mapping[str, tuple[int, ...]] | None = None, above: float = 1.0
+    ) -> None:
+        """``above``: the numbers begin at so many times what there can be."""
+        self.above = above
+        #: What sizes turned out to be, by where they are first: key of the operator, slot of its output, axis.
+        self.same: dict[_Where, Numbers] = {}
         while True:
             self.times: list[DecidedSizes] = [self]
-            self.decided: dict[Variable, None] = {}
+            self.decided = dict[Variable, None]()
+            self.found: dict[Hashable, Numbers] = {}
+            self.origins: dict[Numbers, _Where] = {}
             self.tokens: dict[int, Hashable] = {}
-            self.found.clear()
             try:
                 super().__init__(program, feed_shapes)
             except _Unified:
@@ -76,6 +96,16 @@ class DecidedSizes(Shapes):
         whole = np.issubdtype(known.dtype, np.integer)
         return known if whole and (linear or moves is None or slot in moves) else None
 
+    def ruled(self, op: Operator, variable: Variable) -> np.ndarray | None:
+        """As of :class:`Shapes`; not what hangs on sizes that data decide, nor bounds of a part of as many."""
+        known = self.value(variable)
+        if known is None or len(self.times) == 1:
+            return known
+        whole = op.outputs[0].grad_of if op.type == "SliceGrad" and op.outputs[0] is not None else None
+        cut = whole is not None and any(variable is v for v in op.inputs[:2])
+        hangs = self._varies(variable) or (cut and self._clipped(whole, op.inputs[-1]) != [])
+        return None if hangs else known
+
     def settle(self, op: Operator) -> None:
         """As of :class:`Shapes`, each time."""
         for each in self.times:
@@ -88,6 +118,7 @@ class DecidedSizes(Shapes):
         for slot, variable in enumerate(op.outputs):
             if variable is not None:
                 self._decide(op, slot, variable)
+                self._remember(op, slot, variable)
 
     def _varies(self, variable: Variable) -> bool:
         first, *others = (each.value(variable) for each in self.times)
@@ -98,6 +129,11 @@ class DecidedSizes(Shapes):
         shapes = [static(each[variable][1]) for each in self.times]
         known = [shape for shape in shapes if shape is not None]
         return list(zip(*known, strict=True)) if len(known) == len(shapes) else None
+
+    def hangs(self, size: int) -> bool:
+        """Whether a size hangs on data: one that stands for such a size, or a multiple."""
+        time = self.times.index(self)
+        return any(size and size % numbers[time] == 0 for numbers in self.origins)
 
     # -- sizes that data decide ------------------------------------------------------------------------
     def _decide(self, op: Operator, slot: int, variable: Variable) -> None:
@@ -113,22 +149,36 @@ class DecidedSizes(Shapes):
         while len(self.times) < TIMES:
             self.times.append(self._again())
         numbers = {axis: self._numbers(op, slot, axis) for axis in open_axes}
+        self._put(variable, numbers)
+        if any((op.key, slot, axis) not in self.same for axis in numbers):
+            self.decided[variable] = None
+
+    def _put(self, variable: Variable, numbers: Mapping[int, Numbers]) -> None:
+        """Put these sizes on a variable, by axis."""
         for time, each in enumerate(self.times):
             dtype, shape = each[variable]
             assert shape is not None
             sizes: Shape = tuple(numbers[axis][time] if axis in numbers else size for axis, size in enumerate(shape))
             each.types[variable.key] = dtype, sizes
             each.values.pop(variable.key, None)
-        if any(len(set(number)) > 1 for number in numbers.values()):
-            self.decided[variable] = None
+
+    def _remember(self, op: Operator, slot: int, variable: Variable) -> None:
+        """Note where sizes that hang on data are first, and put what they turned out to be."""
+        sizes = self.sizes(variable) if len(self.times) > 1 else None
+        where = {axis: (op.key, slot, axis) for axis, numbers in enumerate(sizes or ()) if len(set(numbers)) > 1}
+        same = {axis: self.same[place] for axis, place in where.items() if place in self.same}
+        if same:
+            self._put(variable, same)
+        for axis, place in where.items() if sizes else ():
+            self.origins.setdefault(sizes[axis], place)
 
     def _fixed(self, op: Operator) -> bool:
         """Whether what an operator reads has sizes."""
         return all(v is None or static(self[v][1]) is not None for v in op.inputs)
 
-    def _clipped(self, whole: Variable | None, part: Variable) -> list[int]:
+    def _clipped(self, whole: Variable | None, part: Variable | None) -> list[int]:
         """The axes along which a Slice takes some of as many as data decide: perhaps fewer than it asks for."""
-        before, after = None if whole is None else self.sizes(whole), self.sizes(part)
+        before, after = None if whole is None else self.sizes(whole), None if part is None else self.sizes(part)
         if before is None or after is None:
             return []
         pairs = enumerate(zip(before, after, strict=True))
@@ -144,17 +194,23 @@ class DecidedSizes(Shapes):
         token: Hashable = self._token(op)
         key = token if op.type == "Unique" else (token, slot, axis)
         if key not in self.found:
-            self.found[key] = self.same.get(key) or self._fresh(op, len(self.found))
+            self.found[key] = self._fresh(self._most(op, slot, axis))
         return self.found[key]
 
-    def _fresh(self, op: Operator, index: int) -> Numbers:
-        """Primes that stand for nothing else: the first one at least as large as what the operator reads."""
-        draw, numbers = random.Random(index), list[int]()
-        shapes = [static(self[v][1]) for v in op.inputs if v is not None]
-        least = max([_LEAST, *(math.prod(shape) for shape in shapes if shape is not None)])
+    def _most(self, op: Operator, slot: int, axis: int) -> int:
+        """How large a size that an operator finds may well be."""
+        shapes = [static(self[v][1]) or () for v in op.inputs if v is not None]
+        made = self[op.outputs[slot]][1] or ()  # type: ignore[index]  # what is decided is a variable
+        if op.type not in _FINDS and shapes and len(shapes[0]) == len(made):
+            return shapes[0][axis]
+        return max(map(math.prod, shapes), default=1)
+
+    def _fresh(self, most: int) -> Numbers:
+        """Primes that stand for nothing else, the first no less than ``most``."""
+        draw, least, numbers = random.Random(len(self.found)), int(self.above * max(_LEAST, most)), list[int]()
         for time in range(TIMES):
             taken = {each[time] for each in self.found.values()} | set(numbers)
-            start = least if not time else least + draw.randrange(least, 4 * least)
+            start = least if not time else least + draw.randrange(_LEAST + least // 8)
             numbers.append(next(n for n in _primes(start) if n not in taken))
         return tuple(numbers)
 
@@ -176,18 +232,30 @@ class DecidedSizes(Shapes):
 
     # -- what fits together ----------------------------------------------------------------------------
     def _unify(self, op: Operator) -> None:
-        """Where an operator's inputs do not fit because of a size that data decide: it is what it has to fit."""
+        """Where an operator's inputs do not fit because of a size that hangs on data: it is what it has to fit."""
         sizes = [found for v in op.inputs if v is not None and (found := self.sizes(v))]
-        for one, other in permutations(sizes, 2):
-            for size, wanted in zip(reversed(one), reversed(other), strict=False):
-                key = next((key for key, numbers in self.found.items() if numbers == size != wanted), None)
-                if key is not None and key not in self.same and set(wanted) != {1}:
-                    self.same[key] = wanted
-                    raise _Unified
+        pairs = [
+            pair
+            for one, other in permutations(sizes, 2)
+            for pair in zip(reversed(one), reversed(other), strict=False)
+            if set(pair[1]) != {1}
+        ]
+        said = None if op.input(1) is None else [each.value(op.inputs[1]) for each in self.times]  # type: ignore[arg-type]
+        if op.type == "Split" and said and said[0] is not None:
+            pairs = [(sizes[0][int(op.attrs.get("axis", 0))], tuple(int(each.sum()) for each in said))]
+        elif op.type == "Expand" and said and said[0] is not None:
+            asked = list(zip(*(each.tolist() for each in said), strict=True))
+            pairs = [pair for pair in zip(reversed(sizes[0]), reversed(asked), strict=False) if set(pair[1]) != {1}]
+        for size, wanted in pairs:
+            place = self.origins.get(size)
+            if place is not None and size != wanted and place not in self.same:
+                self.same[place] = wanted
+                raise _Unified
 
     def _check(self, op: Operator) -> None:
         """GraphError where a size is rounded that hangs on data: what it is for these numbers says nothing."""
-        if len(self.times) == 1 or op.domain or op.type not in _ROUNDED:
+        cut = op.type == "Split" and op.input(1) is not None
+        if len(self.times) == 1 or op.domain or op.type not in _ROUNDED or cut:
             return
         before = self.sizes(op.inputs[0]) if op.inputs[0] is not None else None
         for variable in op.outputs:

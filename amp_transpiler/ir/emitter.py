@@ -85,6 +85,8 @@ class Emitter:
         self.ranked = False
         #: Emits what the place's kernels do not compute as it stands (None: everything does); set by the lowering.
         self.kernels: Callable[..., tuple[Value, ...] | None] | None = None
+        #: Whether a size hangs on data, and so must not say how many nodes there are; set by the lowering.
+        self.hangs: Callable[[int], bool] = lambda size: False
         #: Values that several rules share, under a key of their maker's choice.
         self.shared: dict[str, tuple[Value, ...]] = {}
         #: What made the results of elementwise operators, views and products, by tensor.

@@ -7,8 +7,9 @@ through ONNX's own inference, with the values of small integer inputs (shape ari
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -111,8 +112,12 @@ class Shapes:
     """Concrete types of every variable of a program for given feed shapes: ``shapes[variable]``.
 
     ``values`` holds the arrays of small integer tensors that are known already (shape arithmetic). ``around``: the
-    shapes of the program around a nested one.
+    shapes of the program around a nested one. ``times``: the same with other numbers for sizes that data decide, and
+    ``decided`` the variables whose sizes they decide (:mod:`~amp_transpiler.ir.decided_sizes`); here there are none.
     """
+
+    times: Sequence[Shapes] = ()
+    decided: Mapping[Variable, None] = MappingProxyType({})
 
     def __init__(
         self, program: Graph, feed_shapes: Mapping[str, tuple[int, ...]] | None = None, around: Shapes | None = None
@@ -180,6 +185,14 @@ class Shapes:
     def told(self, op: Operator, slot: int, variable: Variable) -> np.ndarray | None:
         """The array of an operator's input, where the types of its results may go by it."""
         return self.value(variable)
+
+    def ruled(self, op: Operator, variable: Variable) -> np.ndarray | None:
+        """The array of an operator's input, where the operator's rule may go by it."""
+        return self.value(variable)
+
+    def hangs(self, size: int) -> bool:
+        """Whether a size hangs on data."""
+        return False
 
     def shape(self, variable: Variable) -> tuple[int, ...]:
         """The concrete shape; GraphError naming the variable where it is not fixed."""

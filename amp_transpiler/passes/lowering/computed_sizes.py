@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations_with_replacement, product
+from functools import reduce
+from itertools import combinations_with_replacement, permutations, product
 
 import numpy as np
 import onnx
 
 from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.control import every_node
 from amp_transpiler.ir.decided_sizes import Numbers
 from amp_transpiler.ir.emitter import Value
 from amp_transpiler.ir.node_protos import emitted_node
@@ -27,13 +29,24 @@ from amp_transpiler.passes.lowering.open_sizes import OpenModel, Sized
 _POWERS = (-1.0, 1.0, -0.5, 0.5)
 #: How far two multiples may be from each other, by element type.
 _OFF = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 1e-6, "float64": 1e-14}
+#: How far from a multiple of a size a number may be: more would fit by chance.
+_NEAR = 16
 #: Elements of a constant up to which each may be another size.
 _FEW = 64
 
 
-def with_computed_sizes(times: Sequence[Lowered]) -> Lowered:
-    """One model for all sizes. GraphError where models differ in what sizes do not tell."""
-    return _Joining(times).run()
+def with_computed_sizes(times: Sequence[Lowered]) -> Lowered | None:
+    """One model for all sizes; None where models have other operators. GraphError: what differs is not known."""
+    samples = [Sized(lowered.model, lowered.given) for lowered in times]
+    return _Joining(times, samples).run() if all(map(samples[0].alike, samples[1:])) else None
+
+
+def decided_error(lowered: Lowered, why: str) -> GraphError:
+    """What to raise where sizes that data decide are too much for a program."""
+    return GraphError(
+        f"data decide the sizes of '{lowered.decided[0]}', and {why}. Pad what is chosen to a fixed size, or give the "
+        "values of the inputs that decide (values= of prepare_training)"
+    )
 
 
 @dataclass(frozen=True)
@@ -47,11 +60,8 @@ class _Source:
 
 
 class _Joining:
-    def __init__(self, times: Sequence[Lowered]) -> None:
-        self.times, self.first = times, times[0]
-        self.samples = [Sized(lowered.model, lowered.given) for lowered in times]
-        if not all(self.samples[0].alike(other) for other in self.samples[1:]):
-            raise self._error("the model for some has other operators than the model for others")
+    def __init__(self, times: Sequence[Lowered], samples: Sequence[Sized]) -> None:
+        self.times, self.samples, self.first = times, samples, times[0]
         self.opened = OpenModel(self.samples, "data size")
         if self.opened.model is None:
             raise self._error("a kernel needs a number that hangs on them before the run")
@@ -74,7 +84,16 @@ class _Joining:
         for name, self.place in sorted(places.items(), key=lambda each: (each[1], each[0])):
             arrays = [onnx.numpy_helper.to_array(sample.read(constants[name])) for sample in self.samples]
             self._add("Identity", [self._computed(arrays)], name=name)
+            for node in self._reshapes(name) if arrays[0].min(initial=1) > 0 else ():
+                kept = [each for each in node.attribute if each.name != "allowzero"]
+                del node.attribute[:]
+                node.attribute.extend([*kept, onnx.helper.make_attribute("allowzero", 1)])
         return self._joined()
+
+    def _reshapes(self, shape: str) -> list[onnx.NodeProto]:
+        """The nodes that give a tensor this shape, in which a size may be 0 in the run."""
+        nodes = every_node(each.node for each in self.rows)
+        return [node for node in nodes if node.op_type == "Reshape" and not node.domain and node.input[1] == shape]
 
     def _joined(self) -> Lowered:
         assert self.opened.model is not None
@@ -114,10 +133,7 @@ class _Joining:
         )
 
     def _error(self, why: str) -> GraphError:
-        return GraphError(
-            f"data decide the sizes of '{self.first.decided[0]}', and {why}. Pad what is chosen to a fixed size, "
-            "or give the values of the inputs that decide (values= of prepare_training)"
-        )
+        return decided_error(self.first, why)
 
     # -- what the run knows ----------------------------------------------------------------------------
     def _sources(self) -> Iterator[_Source]:
@@ -138,9 +154,6 @@ class _Joining:
                 if len(set(numbers)) > 1 and numbers not in seen:
                     seen.add(numbers)
                     yield _Source(numbers, tensor, axis, places[tensor])
-
-    def _known(self) -> list[_Source]:
-        return [source for source in self.sources if source.place < self.place]
 
     # -- what is computed ------------------------------------------------------------------------------
     def _computed(self, arrays: Sequence[np.ndarray]) -> str:
@@ -185,7 +198,7 @@ class _Joining:
         numbers = tuple(numbers)
         if len(set(numbers)) == 1:
             return self._const(np.array(numbers[:1], np.int64))
-        known = self._known()
+        known = [source for source in self.sources if source.place < self.place]
         for source in known:
             if source.numbers == numbers:
                 return self._size(source)
@@ -200,25 +213,36 @@ class _Joining:
         for source in known:
             slope = _slope(numbers, source.numbers)
             if slope is not None:
-                factor, rest = slope
-                return self._plus(self._times(self._size(source), factor), rest)
-        for one, other in combinations_with_replacement(known, 2):
-            for sign, negative in product((1, -1), repeat=2):
-                rest = [
-                    n - sign * a - negative * b for n, a, b in zip(numbers, one.numbers, other.numbers, strict=True)
-                ]
-                if len(set(rest)) == 1:
-                    parts = [self._times(self._size(one), sign), self._times(self._size(other), negative)]
-                    return self._plus(self._add("Add", parts), rest[0])
+                return self._plus(self._times(self._size(source), slope[0]), slope[1])
+        return self._sum(numbers, known)
+
+    def _sum(self, numbers: Numbers, known: Sequence[_Source]) -> str:
+        """A sum of neighbours among the sizes, as the pieces of a Split are, or of two, or the difference of two."""
+        sums = np.cumsum([(0,) * len(numbers), *(source.numbers for source in known)], axis=0)
+        found = []
+        for begin in range(len(known)):
+            rest = numbers - (sums[begin + 1 :] - sums[begin])
+            lengths = np.flatnonzero((rest == rest[:, :1]).all(axis=1))
+            found += [(abs(int(rest[n, 0])), int(rest[n, 0]), begin, begin + int(n) + 1) for n in lengths]
+        if found:
+            _, summand, begin, end = min(found)
+            run = map(self._size, known[begin:end])
+            return self._plus(reduce(lambda a, b: self._add("Add", [a, b]), run), summand)
+        for (one, other), sign in product(permutations(known, 2), (1, -1)):
+            rest = np.array(numbers) - one.numbers - sign * np.array(other.numbers)
+            if (rest == rest[0]).all():
+                part = self._add("Add" if sign > 0 else "Sub", [self._size(one), self._size(other)])
+                return self._plus(part, int(rest[0]))
         raise self._error(
-            f"what follows from them ({_listed(numbers)}) is no sum or multiple of sizes that the run has by then"
+            f"what follows from them ({', '.join(map(str, numbers))}) is no sum, multiple or product of sizes that the "
+            "run has by then"
         )
 
     def _real(self, numbers: Sequence[float], kind: str) -> str:
         """A number that hangs on a size, as a tensor of one float32."""
         if len(set(numbers)) == 1:
             return self._const(np.array(numbers[:1], np.float32))
-        for power, source in product(_POWERS, self._known()):
+        for power, source in product(_POWERS, [source for source in self.sources if source.place < self.place]):
             factors = np.array(numbers) / np.array(source.numbers, float) ** power
             if np.ptp(factors) <= _OFF[kind] * abs(factors[0]):
                 size = self._add("Cast", [self._size(source)], to=ONNX_TYPES["float32"])
@@ -273,10 +297,6 @@ def _decided_first(rows: Sequence[Row], decided: Sequence[str]) -> list[Row]:
     return [*first, *left]
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
-
-
 def _factor(numbers: Sequence[int], sizes: Sequence[int]) -> int | None:
     """The whole number that these sizes are to be multiplied with; None where there is none."""
     factor, rest = divmod(numbers[0], sizes[0])
@@ -290,6 +310,7 @@ def _slope(numbers: Sequence[int], sizes: Sequence[int]) -> tuple[int, int] | No
     factor, rest = divmod(numbers[1] - numbers[0], sizes[1] - sizes[0])
     offset = numbers[0] - factor * sizes[0]
     fits = not rest and all(n == factor * size + offset for n, size in zip(numbers, sizes, strict=True))
+    fits &= abs(factor) == 1 or abs(offset) <= _NEAR
     return (factor, offset) if fits else None
 
 

@@ -66,15 +66,17 @@ _RUNTIME = {"seed": SEED, "step": STEP}
 _INSTEAD = (emit_known, emit_biased_softmax, emit_column, emit_multiple, emit_lookup, emit_scatter)
 
 
-def emit(graph: Graph, place: str, feed_shapes: Mapping[str, tuple[int, ...]], wanted: Wanted) -> list[Lowered]:
+def emit(
+    graph: Graph, place: str, feed_shapes: Mapping[str, tuple[int, ...]], wanted: Wanted, above: float = 1.0
+) -> list[Lowered]:
     """The model that ``place`` runs; only operators that the fetches and the updates need are in it.
 
-    Where data decide sizes there are several, each with other numbers for these. GraphError where a rule needs a shape
-    that is not fixed.
+    Where data decide sizes there are several, each with other numbers for these, from ``above`` times what there can be
+    on. GraphError where a rule needs a shape that is not fixed.
     """
-    first = _Emission(graph, place, feed_shapes, wanted)
-    times = first.shapes.times[1:] if isinstance(first.shapes, DecidedSizes) else []
-    return [first.run(), *(_Emission(graph, place, feed_shapes, wanted, shapes).run() for shapes in times)]
+    first = _Emission(graph, place, feed_shapes, wanted, above)
+    times = first.shapes.times[1:] if first.shapes is not None else ()
+    return [first.run(), *(_Emission(graph, place, feed_shapes, wanted, above, shapes).run() for shapes in times)]
 
 
 class _Emission(EmulatedStorage):
@@ -84,6 +86,7 @@ class _Emission(EmulatedStorage):
         place: str,
         feed_shapes: Mapping[str, tuple[int, ...]],
         wanted: Wanted,
+        above: float,
         shapes: Shapes | None = None,
     ) -> None:
         super().__init__(Emitter(place, program.opset()), wanted.keep_fp32)
@@ -100,8 +103,8 @@ class _Emission(EmulatedStorage):
         self.feed_shapes = {} if branches and not ruled else feed_shapes
         self.e.kernels = kernels_of(wanted.arithmetic or Arithmetic(place))
         sized = shapes is None and (ruled or self.e.kernels is not None)
-        self.shapes = DecidedSizes(program, feed_shapes) if sized else shapes
-        self.decided = self.shapes.decided if isinstance(self.shapes, DecidedSizes) else {}
+        self.shapes = DecidedSizes(program, feed_shapes, above) if sized else shapes
+        self.e.hangs = self.shapes.hangs if self.shapes is not None else self.e.hangs
         self.e.reserve(v.name for v in program.variables)
         self.e.runtime_scalar, self.e.known_values = self._runtime_scalar, self._known
         self.e.ranked = any(map(meets, program.operators))
@@ -113,6 +116,7 @@ class _Emission(EmulatedStorage):
         self.biased = biased_products(self.order, place, wanted.keep_fp32, self.fetches)
         self.sums = running_sums(self.order, place, wanted.keep_fp32, self.fetches)
         self.domains = {"": self.e.opset}
+        self.at_work: Operator
 
     def run(self) -> Lowered:
         for variable in self._sources():
@@ -129,8 +133,7 @@ class _Emission(EmulatedStorage):
         nodes = by_address(self.e, zip_longest(self.e.nodes, self.result.origins), feeds)
         rows = renamed([row(*pair) for pair in nodes], rename)
         met = met_at(rows) if self.left else set()
-        made = [self.env[v.key].name for v in self.decided if v.key in self.env]
-        self.result.decided = [rename.get(name, name) for name in made]
+        self.result.decided = [rename.get(name, name) for name in self.decided()]
         asked = wanted.union(met, self.result.decided)
         rows = arranged(self.e, waiting(self.e, self.result, live(rows, asked)), updates | met, feeds)
         self.result.origins = [each.origin for each in rows]
@@ -199,7 +202,7 @@ class _Emission(EmulatedStorage):
         return Value(name, dtype, shape)
 
     def _known(self, variable: Variable) -> np.ndarray | None:
-        return self.shapes.value(variable) if self.shapes is not None else constant_array(variable)
+        return self.shapes.ruled(self.at_work, variable) if self.shapes is not None else constant_array(variable)
 
     def _runtime_scalar(self, what: str) -> Value:
         if what in _RUNTIME:
@@ -226,7 +229,7 @@ class _Emission(EmulatedStorage):
         return self.e.const(0, "uint32")
 
     def operator(self, op: Operator) -> None:
-        self.e.prefix = next((v.name for v in op.outputs if v is not None), op.type)
+        self.e.prefix, self.at_work = next((v.name for v in op.outputs if v is not None), op.type), op
         if op.type == "Identity" and not op.domain and op.inputs[0] is not None and op.outputs[0] is not None:
             self.env[op.outputs[0].key] = self.env[op.inputs[0].key]
         elif op.type in ("Cast", "CastLike") and not op.domain:

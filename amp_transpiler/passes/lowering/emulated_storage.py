@@ -108,6 +108,10 @@ class EmulatedStorage:
         protos = op.attrs.protos()
         return protos if not self.cpu or real else [emulated_attribute(proto) for proto in protos]
 
+    def decided(self) -> list[str]:
+        """The tensors whose sizes data decide."""
+        return [self.env[v.key].name for v in (self.shapes.decided if self.shapes else ()) if v.key in self.env]
+
     def _fixed(self, variable: Variable) -> tuple[int, ...] | None:
         return static(variable.shape if self.shapes is None else self.shapes[variable][1])
 

@@ -17,7 +17,7 @@ from amp_transpiler.passes.canonicalize.control_flow import FEED_SHAPES, ExpandC
 from amp_transpiler.passes.canonicalize.inlining import InlineFunctions
 from amp_transpiler.passes.canonicalize.opset import can_convert, convert_opset
 from amp_transpiler.passes.lowering.arithmetic import Arithmetic, kernels_of
-from amp_transpiler.passes.lowering.computed_sizes import with_computed_sizes
+from amp_transpiler.passes.lowering.computed_sizes import decided_error, with_computed_sizes
 from amp_transpiler.passes.lowering.emission import emit
 from amp_transpiler.passes.lowering.fitting import fitted
 from amp_transpiler.passes.lowering.lowered import Lowered
@@ -31,6 +31,9 @@ from amp_transpiler.passes.pipeline import Context, Pass, Pipeline, Property, Va
 WANTED: Value[Wanted] = Value("wanted")
 #: The model that a place runs.
 LOWERED: Value[Lowered] = Value("lowered")
+#: How far above what there can be the numbers for sizes that data decide begin: where some of them are written in
+#: other operators than others, because they lie on both sides of a limit, the next ones may not.
+_ABOVE = (1.0, 1.3, 1.7, 2.2)
 #: The first opset whose reductions all read their axes, as what stands for inner roundings has them.
 _AXES_READ = 18
 
@@ -95,13 +98,17 @@ class Emit(Pass):
     place: str = option("cpu", *place_kinds())
 
     def run(self, graph: Graph, context: Context) -> bool:
-        times = emit(graph, self.place, context.get(FEED_SHAPES) or {}, context.get(WANTED, Wanted()))
-        if place_traits(self.place).bodies:
-            times = [fitted(lowered) for lowered in times]
-        if self.place == "cuda":
-            times = [widened(lowered) for lowered in times]
-        context[LOWERED] = times[0] if len(times) == 1 else with_computed_sizes(times)
-        return False
+        for above in _ABOVE:
+            times = emit(graph, self.place, context.get(FEED_SHAPES) or {}, context.get(WANTED, Wanted()), above)
+            if place_traits(self.place).bodies:
+                times = [fitted(lowered) for lowered in times]
+            if self.place == "cuda":
+                times = [widened(lowered) for lowered in times]
+            found = times[0] if len(times) == 1 else with_computed_sizes(times)
+            if found is not None:
+                context[LOWERED] = found
+                return False
+        raise decided_error(times[0], "it is written in other operators for some sizes than for others")
 
 
 def lowering(place: str) -> Pipeline:

@@ -132,6 +132,8 @@ def lower_sized(
 ) -> tuple[Lowered, dict[str, tuple[int, ...]]]:
     """What a place runs for these feeds, with every shape that follows from theirs, and the shape of each feed.
 
+    Sizes that data decide are about as large as they can be.
+
     ``call`` is the caller, for messages. ``rank``: where state is dealt out; by default the one that has most of it.
     """
     shapes = given_shapes(call, program, feed_shapes)
@@ -141,6 +143,7 @@ def lower_sized(
     lowered = lower(
         program, place.kind, shapes, fetches, updates, (), others, True, arithmetic_of(place), cores_of(place, None)
     )
+    lowered = lowered.sized or lowered
     _complete(program, lowered, shapes)
     return lowered, shapes
 
