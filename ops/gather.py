@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from amp_transpiler.ir.decompose import Parts, decomposition
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.intervals import Interval, Ranges, any_of, same
-from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import gradient, own, range_rule, traits
 from amp_transpiler.ops.common import Grads, comparable, padded_axis, shape_of, size_of, sliced
 from amp_transpiler.ops.row_sums import added_rows, remember_rows
@@ -150,6 +151,13 @@ def scatter_nd(e: Emitter, op: Operator, data: Value, indices: Value, updates: V
 def top_k(e: Emitter, op: Operator, indices: Value, dy: Value) -> Grads:
     zeros = e.zeros(shape_of(e, 0), dy.dtype)
     return [e.ScatterElements(zeros, indices, dy, axis=op.attrs.get("axis", -1))]
+
+
+@decomposition("Compress")
+def compress(d: Parts, op: Operator, x: Variable, condition: Variable) -> list[Variable]:
+    """Where the condition holds; where it ends before the axis does, it does not."""
+    places, axis = d.Squeeze(d.NonZero(condition), [0]), op.attrs.get("axis")
+    return [d.Gather(d.Reshape(x, [-1]), places) if axis is None else d.Gather(x, places, axis=axis)]
 
 
 _LOOKUPS = ("Gather", "GatherElements", "GatherND")

@@ -72,6 +72,8 @@ def weight_gradient(e: Emitter, x: Value, dy: Value, window: Window, group: int)
     taps = prod(window.kernel)
     if x.shape[0] == 0:  # nothing to add up, where onnxruntime's Conv leaves what memory holds
         return e.zeros((size_of(dy)[1], channels, *window.kernel), x.dtype)
+    if any(map(e.hangs, window.target)):  # which positions a window reads, others list in constants
+        return _of_some(e, x, by_convolution(e, x, dy, window, group))
     if group == taps == 1:
         apart = _turning_outweighs(e, x, dy) if e.at.fused else x.dtype not in HALF and _images_outweigh(x, dy)
         return (by_images if apart else by_one_gemm)(e, x, dy, window)

@@ -118,7 +118,8 @@ class DecidedSizes(Shapes):
         for slot, variable in enumerate(op.outputs):
             if variable is not None:
                 self._decide(op, slot, variable)
-                self._remember(op, slot, variable)
+                if len(self.times) > 1:
+                    self._remember(op, slot, variable)
 
     def _varies(self, variable: Variable) -> bool:
         first, *others = (each.value(variable) for each in self.times)
@@ -138,20 +139,16 @@ class DecidedSizes(Shapes):
     # -- sizes that data decide ------------------------------------------------------------------------
     def _decide(self, op: Operator, slot: int, variable: Variable) -> None:
         """Put numbers in the place of sizes that are not known, or that may be less than was inferred."""
-        shape = self[variable][1]
-        if shape is None or variable.grad_of is not None or op.attrs.programs or not self._fixed(op):
-            return
-        open_axes = [axis for axis, size in enumerate(shape) if not isinstance(size, int)]
-        if op.type == "Slice" and not op.domain and not open_axes:
+        open_axes = [axis for axis, size in enumerate(self[variable][1] or ()) if not isinstance(size, int)]
+        if op.type == "Slice" and not op.domain and not open_axes and len(self.times) > 1:
             open_axes = self._clipped(op.inputs[0], variable)
-        if not open_axes:
+        if not open_axes or variable.grad_of is not None or op.attrs.programs or not self._fixed(op):
             return
         while len(self.times) < TIMES:
             self.times.append(self._again())
         numbers = {axis: self._numbers(op, slot, axis) for axis in open_axes}
         self._put(variable, numbers)
-        if any((op.key, slot, axis) not in self.same for axis in numbers):
-            self.decided[variable] = None
+        self.decided[variable] = None
 
     def _put(self, variable: Variable, numbers: Mapping[int, Numbers]) -> None:
         """Put these sizes on a variable, by axis."""
@@ -164,7 +161,7 @@ class DecidedSizes(Shapes):
 
     def _remember(self, op: Operator, slot: int, variable: Variable) -> None:
         """Note where sizes that hang on data are first, and put what they turned out to be."""
-        sizes = self.sizes(variable) if len(self.times) > 1 else None
+        sizes = self.sizes(variable)
         where = {axis: (op.key, slot, axis) for axis, numbers in enumerate(sizes or ()) if len(set(numbers)) > 1}
         same = {axis: self.same[place] for axis, place in where.items() if place in self.same}
         if same:

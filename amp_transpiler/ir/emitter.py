@@ -192,7 +192,8 @@ class Emitter:
             self.makers[names[0]] = Maker(type_, tuple(inputs), attrs)
         if shape is not None and math.prod(shape) == 1:
             self.scalars |= {v.name: self.tensor_type(v) for v in values}
-        if shape is not None and type_ in _SHAPED:
+        computed = type_ == "Pad" and inputs[1] is not None and inputs[1].name not in self.initializers
+        if shape is not None and (computed or type_ in _SHAPED):
             self.given[names[0]] = Value(names[0], self.tensor_type(values[0]), values[0].shape)
         if domain or signature(type_, self.opset, domain) is None:
             self.foreign += (Value(v.name, self.tensor_type(v), v.shape) for v in values)

@@ -13,6 +13,9 @@ from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.manipulation import LONGEST
 from amp_transpiler.option_checks import is_whole
 
+#: What onnxruntime's NonZero reads on every place.
+_COUNTED = ("bool", "float32", "int32", "int64")
+
 
 @function()
 def gather(x: Variable, index: Variable, axis: int | None = 0) -> Variable:
@@ -38,6 +41,46 @@ def gather_nd(x: Variable, index: Variable) -> Variable:
     prefix = fresh(call)
     variable(call, "x", x, min_rank=1)
     return append(call, "GatherND", [x, _int64(call, index, prefix, 1)], prefix=prefix)
+
+
+@function()
+def nonzero(x: Variable, as_tuple: bool = False) -> Variable | tuple[Variable, ...]:
+    """The places where ``x`` (bool, integers or float32) is not 0, in order: int64 [n, rank of ``x``].
+
+    Data decide n, which a program is trained for as well; no gradient flows to ``x``. ``as_tuple``: for each dimension
+    an int64 [n, 1] of its own, as Paddle gives them.
+    """
+    call = "nonzero"
+    variable(call, "x", x, dtypes=_COUNTED, min_rank=1)
+    prefix, rank = fresh(call), len(x.shape or ())
+    if not as_tuple:
+        return _places(call, x, prefix)
+    found = append(call, "NonZero", [x], prefix=prefix)
+    rows = [append(call, "Gather", [found, np.array([i], np.int64)], prefix=prefix) for i in range(rank)]
+    return tuple(append(call, "Transpose", [row], attrs={"perm": [1, 0]}, prefix=prefix) for row in rows)
+
+
+@function()
+def masked_select(x: Variable, mask: Variable) -> Variable:
+    """The elements of ``x`` where ``mask`` (bool, of the same shape) is true, in order: [n]; data decide n."""
+    call = "masked_select"
+    variable(call, "x", x, min_rank=1)
+    if variable(call, "mask", mask, dtypes=("bool",)).shape != x.shape:
+        raise ArgumentError(f"{call}: {describe(mask)} has another shape than {describe(x)}")
+    return _selected(call, x, mask)
+
+
+def _places(call: str, mask: Variable, prefix: str) -> Variable:
+    """Where a tensor is not 0: int64 [n, rank]."""
+    return append(
+        call, "Transpose", [append(call, "NonZero", [mask], prefix=prefix)], attrs={"perm": [1, 0]}, prefix=prefix
+    )
+
+
+def _selected(call: str, x: Variable, mask: Variable) -> Variable:
+    """What lies where a mask of the first dimensions is true."""
+    prefix = fresh(call)
+    return append(call, "GatherND", [x, _places(call, mask, prefix)], prefix=prefix)
 
 
 @function("nn.take_along_axis")
@@ -112,15 +155,18 @@ def one_hot(x: Variable, num_classes: int) -> Variable:
 
 # -- x[...] ---------------------------------------------------------------------------------------------------------
 def item(x: Variable, key: Any) -> Variable:
-    """``x[key]``: integers, slices (with steps), ``...``, None as numpy's, and at most one vector of integers.
+    """``x[key]``: integers, slices (with steps), ``...``, None as numpy's, and at most one vector of integers or bools.
 
-    The vector (a list, an array, or a variable) selects along its own dimension, which stays in its place.
-    ArgumentError: more indices than dimensions, an integer outside a known dimension. ArgumentTypeError: a key of
-    another kind, a bool mask among them.
+    The vector (a list, an array, or a variable) selects along its own dimension, which stays in its place. A bool mask
+    of several dimensions stands alone: ``x[mask]`` is [n, …] of the n places where it is true, and data decide n.
+    ArgumentError: more indices than dimensions, an integer outside a known dimension, a mask of another size.
+    ArgumentTypeError: a key of another kind.
     """
     call = "getitem"
     variable(call, "x", x, min_rank=1)
     rank = len(x.shape or ())
+    if isinstance(key, Variable) and key.dtype == "bool":
+        return _where_true(call, x, key)
     keys = list(key) if isinstance(key, tuple) else [key]
     used = sum(1 for k in keys if k is not None and k is not Ellipsis)
     if used > rank:
@@ -132,6 +178,15 @@ def item(x: Variable, key: Any) -> Variable:
     at = next(i for i, k in enumerate(keys) if k is Ellipsis)
     keys[at : at + 1] = [slice(None)] * (rank - used)
     return _indexed(call, x, keys)
+
+
+def _where_true(call: str, x: Variable, mask: Variable) -> Variable:
+    """``x[mask]``."""
+    sizes, whole = variable(call, "mask", mask, min_rank=1).shape or (), x.shape or ()
+    pairs = zip(sizes, whole, strict=False)
+    if len(sizes) > len(whole) or any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in pairs):
+        raise ArgumentError(f"{call}: {describe(mask)} is no mask of the first dimensions of {describe(x)}")
+    return _selected(call, x, mask)
 
 
 def _indexed(call: str, x: Variable, keys: list[Any]) -> Variable:
@@ -196,11 +251,14 @@ def _place(call: str, x: Variable, axis: int, index: int) -> int:
 def _vector(call: str, key: Any) -> Any:
     """A vector of places: a variable, or a constant."""
     if isinstance(key, Variable):
-        return variable(call, "index", key, dtypes=INTEGER, rank=1)
+        found = variable(call, "index", key, dtypes=(*INTEGER, "bool"), rank=1)
+        if found.dtype != "bool":
+            return found
+        prefix = fresh(call)
+        return append(call, "Squeeze", [append(call, "NonZero", [key], prefix=prefix), np.array([0])], prefix=prefix)
     array = np.asarray(key) if isinstance(key, (list, np.ndarray)) else None
-    if array is None or array.ndim != 1 or array.dtype.kind not in "iu":
+    if array is None or array.ndim != 1 or array.dtype.kind not in "iub":
         raise ArgumentTypeError(
-            f"{call}: an index is an integer, a slice, '...', None or a vector of integers, not {key!r}"
-            f"{'; a bool mask selects with F.where' if array is not None and array.dtype.kind == 'b' else ''}"
+            f"{call}: an index is an integer, a slice, '...', None or a vector of integers or bools, not {key!r}"
         )
-    return array.astype(np.int64)
+    return np.flatnonzero(array) if array.dtype.kind == "b" else array.astype(np.int64)

@@ -65,7 +65,7 @@ class Step:
         self.session, self.place, self.program, self.startup = session, place, program, startup
         # Ports alone: the rest of ``lowered`` would keep the program alive.
         self.feeds, self.states, self.fetches = lowered.feeds, lowered.states, lowered.fetches
-        self.scalars = lowered.scalars
+        self.scalars, self.decided = lowered.scalars, tuple(lowered.decided[:1])
         #: What other ranks update, and send here.
         self.sent: Sent | None = None
         self.sizes: Mapping[str, np.ndarray] = {}  # inputs of a session that serves several sizes
@@ -142,7 +142,7 @@ class _Bindings:
         # Not the step itself: a circle would keep a session that was dropped until the collector comes.
         self.session, self.place, self.program = step.session, step.place, step.program
         self.memory, self.on_device = place_traits(step.place.kind).memory, on_device(step.place)
-        self.feeds, self.sent = step.feeds, step.sent
+        self.feeds, self.sent, self.decided = step.feeds, step.sent, step.decided
         self.states = States(step.states, step.place, step.program, step.startup)
         by_name = {state.name: state for state in (*self.states.flat, *self.states.all)}
         self.targets = [_Target(update, by_name.get(update.name)) for update in step.updates]
@@ -191,7 +191,8 @@ class _Bindings:
             self._forget()
             names = [name for target in self.targets if target.in_place for name in target.names]
             raise ExecutionError(
-                f"onnxruntime failed while it ran program '{self.program}': {failure(error)}{half_done(names)}"
+                f"onnxruntime failed while it ran program '{self.program}': {failure(error)}{by_data(self.decided)}"
+                f"{half_done(names)}"
             ) from None
 
     def _forget(self) -> None:
@@ -349,6 +350,11 @@ def _scalar_value(what: str, place: Place) -> float:
 def needs_plain(lowered: Lowered) -> bool:
     """Whether a feed or fetch is no tensor that onnxruntime can bind to memory."""
     return any(port.dtype in ("", "string", "complex64", "complex128") for port in (*lowered.feeds, *lowered.fetches))
+
+
+def by_data(decided: Sequence[str]) -> str:
+    """What to say where a run failed in which data decide the sizes of these tensors."""
+    return f". Data decide the size of '{decided[0]}': what is fed to go with it has to fit" if decided else ""
 
 
 def half_done(names: Sequence[str]) -> str:

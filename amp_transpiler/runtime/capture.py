@@ -44,6 +44,8 @@ def check_capturable(lowered: Lowered, program: str) -> None:
     """PlaceError, with what stands in the way, where a lowered program cannot be captured as a CUDA graph."""
     if needs_plain(lowered):
         _refuse(program, "it feeds or fetches what is no tensor of numbers")
+    if lowered.decided:
+        _refuse(program, f"data decide the sizes of '{lowered.decided[0]}'")
     constants = {tensor.name: tensor for tensor in lowered.model.graph.initializer}
     for node in lowered.model.graph.node:
         if any(nested_graphs(node)):

@@ -62,9 +62,8 @@ class _Source:
 class _Joining:
     def __init__(self, times: Sequence[Lowered], samples: Sequence[Sized]) -> None:
         self.times, self.samples, self.first = times, samples, times[0]
-        self.opened = OpenModel(self.samples, "data size")
-        if self.opened.model is None:
-            raise self._error("a kernel needs a number that hangs on them before the run")
+        self.opened = OpenModel(self.samples, in_run=True)
+        assert self.opened.model is not None
         self.graph = self.opened.model.graph
         padded = [*self.first.origins, *[None] * (len(self.graph.node) - len(self.first.origins))]
         self.rows = _decided_first(list(map(row, self.graph.node, padded)), self.first.decided)
@@ -80,20 +79,19 @@ class _Joining:
         for place, each in enumerate(self.rows):
             for name in self.opened.names.intersection(each.reads):
                 places.setdefault(name, place)
+        reshapes = dict[str, list[onnx.NodeProto]]()
+        for node in every_node(each.node for each in self.rows):  # in which a size may be 0 in the run
+            if node.op_type == "Reshape" and not node.domain:
+                reshapes.setdefault(node.input[1], []).append(node)
         constants = {self.opened.name(number): slot for number, slot in self.opened.open.items()}
         for name, self.place in sorted(places.items(), key=lambda each: (each[1], each[0])):
             arrays = [onnx.numpy_helper.to_array(sample.read(constants[name])) for sample in self.samples]
             self._add("Identity", [self._computed(arrays)], name=name)
-            for node in self._reshapes(name) if arrays[0].min(initial=1) > 0 else ():
+            for node in reshapes.get(name, ()) if arrays[0].min(initial=1) > 0 else ():
                 kept = [each for each in node.attribute if each.name != "allowzero"]
                 del node.attribute[:]
                 node.attribute.extend([*kept, onnx.helper.make_attribute("allowzero", 1)])
         return self._joined()
-
-    def _reshapes(self, shape: str) -> list[onnx.NodeProto]:
-        """The nodes that give a tensor this shape, in which a size may be 0 in the run."""
-        nodes = every_node(each.node for each in self.rows)
-        return [node for node in nodes if node.op_type == "Reshape" and not node.domain and node.input[1] == shape]
 
     def _joined(self) -> Lowered:
         assert self.opened.model is not None

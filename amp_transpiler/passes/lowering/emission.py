@@ -7,7 +7,7 @@ every operator that stores 16 bit and can make a new value. Both round at the sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from itertools import zip_longest
 
@@ -19,7 +19,7 @@ from amp_transpiler.ir.decided_sizes import DecidedSizes
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes, constant_array, static, type_proto
-from amp_transpiler.ir.nodes import OWN, Operator, Shape, Variable
+from amp_transpiler.ir.nodes import FORWARD, OWN, Operator, Shape, Variable
 from amp_transpiler.ir.opdef import group_inputs, has_lowering_rule, lookup, lowering_rule_of, rule_of, traits_of
 from amp_transpiler.ir.signature import signature
 from amp_transpiler.ir.tensors import as_array, tensor_type, to_proto
@@ -63,31 +63,24 @@ from amp_transpiler.passes.lowering.wanted import Wanted
 #: Domains whose operators onnxruntime computes in fp32 on CPU just as well.
 _CARRIED = frozenset({"", "ai.onnx", "com.microsoft", "ai.onnx.ml"})
 _RUNTIME = {"seed": SEED, "step": STEP}
+_Sizes = Mapping[str, tuple[int, ...]]
 _INSTEAD = (emit_known, emit_biased_softmax, emit_column, emit_multiple, emit_lookup, emit_scatter)
 
 
-def emit(
-    graph: Graph, place: str, feed_shapes: Mapping[str, tuple[int, ...]], wanted: Wanted, above: float = 1.0
-) -> list[Lowered]:
+def emit(graph: Graph, place: str, feed_shapes: _Sizes, wanted: Wanted, above: float = 1.0) -> list[Lowered]:
     """The model that ``place`` runs; only operators that the fetches and the updates need are in it.
 
     Where data decide sizes there are several, each with other numbers for these, from ``above`` times what there can be
     on. GraphError where a rule needs a shape that is not fixed.
     """
-    first = _Emission(graph, place, feed_shapes, wanted, above)
-    times = first.shapes.times[1:] if first.shapes is not None else ()
-    return [first.run(), *(_Emission(graph, place, feed_shapes, wanted, above, shapes).run() for shapes in times)]
+    first = _Emission(graph, place, feed_shapes, wanted, lambda: DecidedSizes(graph, feed_shapes, above))
+    others = () if first.shapes is None else first.shapes.times[1:]
+    return [first.run(), *(_Emission(graph, place, feed_shapes, wanted, lambda s=s: s).run() for s in others)]
 
 
 class _Emission(EmulatedStorage):
     def __init__(
-        self,
-        program: Graph,
-        place: str,
-        feed_shapes: Mapping[str, tuple[int, ...]],
-        wanted: Wanted,
-        above: float,
-        shapes: Shapes | None = None,
+        self, program: Graph, place: str, feed_shapes: _Sizes, wanted: Wanted, shapes: Callable[[], Shapes]
     ) -> None:
         super().__init__(Emitter(place, program.opset()), wanted.keep_fp32)
         self.declared, self.stateless, self.replays = wanted.declared, wanted.updates is False, wanted.replays
@@ -99,12 +92,13 @@ class _Emission(EmulatedStorage):
         self.left = left_to_others(self.order, targets) if wanted.others else frozenset()
         ruled = any(map(has_lowering_rule, self.order)) or looks_up_dealt(self.order)
         # A branch that these shapes never take may not even fit them: then the declared shapes stay.
-        branches = any(op.attrs.programs for op in self.order)
-        self.feed_shapes = {} if branches and not ruled else feed_shapes
+        self.feed_shapes = {} if any(op.attrs.programs for op in self.order) and not ruled else feed_shapes
         self.e.kernels = kernels_of(wanted.arithmetic or Arithmetic(place))
-        sized = shapes is None and (ruled or self.e.kernels is not None)
-        self.shapes = DecidedSizes(program, feed_shapes, above) if sized else shapes
-        self.e.hangs = self.shapes.hangs if self.shapes is not None else self.e.hangs
+        if ruled or self.e.kernels is not None:
+            # On CPU operators that have gradients alone need sizes: see :meth:`unsized`.
+            told = not self.e.at.host or any(op.domain == OWN or op.role != FORWARD for op in self.order)
+            self.shapes = shapes() if told else Shapes(program, feed_shapes)
+            self.e.hangs = self.shapes.hangs
         self.e.reserve(v.name for v in program.variables)
         self.e.runtime_scalar, self.e.known_values = self._runtime_scalar, self._known
         self.e.ranked = any(map(meets, program.operators))

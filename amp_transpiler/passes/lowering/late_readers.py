@@ -86,7 +86,8 @@ def _after(e: Emitter, made: Made, factor: str, names: Sequence[str]) -> str:
     value = Value(factor, "float32")
     for name in names:
         flat = e.Reshape(Value(name, "float32"), e.ints(-1))
-        one = e.reshape(e.Slice(flat, e.ints(0), e.ints(1), shape=(1,)), ())
+        first = e.Slice(flat, e.ints(0), e.ints(1), shape=(1,))
+        one = e.op("ReduceSum", first, keepdims=0, shape=())  # a number where data decide that there is none, too
         value = e.Where(e.Less(one, one), value, value)  # never less: it is the second, bit for bit
     return value.name
 

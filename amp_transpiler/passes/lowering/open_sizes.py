@@ -142,11 +142,11 @@ class _Classes:
 class OpenModel:
     """What serves all ``samples``, which are alike. ``model`` is None where what differs must be known beforehand.
 
-    ``label``: what the names of sizes begin with.
+    ``in_run``: it may compute the constants that differ; their names are told from those of an open model of such.
     """
 
-    def __init__(self, samples: Sequence[Sized], label: str = "size") -> None:
-        self.label = label
+    def __init__(self, samples: Sequence[Sized], in_run: bool = False) -> None:
+        self.in_run, self.label = in_run, "data size" if in_run else "size"
         self.constants = _Classes([sample.constants for sample in samples])
         #: Of each class of constants that is an input: a slot that reads it.
         self.open: dict[int, int] = {}
@@ -189,7 +189,7 @@ class OpenModel:
         for (node, place), number, found in zip(slots, self.constants.of, first.constants, strict=True):
             if number not in self.open:
                 continue
-            if found[0] in _FLOATS and not _is_read_as_it_is(node, place):
+            if found[0] in _FLOATS and not self.in_run and not _is_read_as_it_is(node, place):
                 return False
             node.input[place] = self.name(number)
         for node in graph.node:
