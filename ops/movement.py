@@ -147,7 +147,8 @@ def slice_(
     e: Emitter, op: Operator, starts: Value, ends: Value, axes: Value | None, steps: Value | None, dy: Value
 ) -> Grads:
     shape = shape_of(e, 0)
-    if any(e.known(bound) is None for bound in op.inputs[:2]):
+    cut = any(e.hangs(n) and n != left for n, left in zip(shape, size_of(dy), strict=True))
+    if cut or any(e.known(bound) is None for bound in op.inputs[:2]):  # there may be fewer than the bounds say
         return [_put_back(e, op, shape, starts, ends, dy)]
     begin, end = integers(e, op, 0, "starts of Slice") or [], integers(e, op, 1, "ends of Slice") or []
     along = integers(e, op, 2, "axes of Slice") or list(range(len(begin)))

@@ -89,22 +89,16 @@ class DecidedSizes(Shapes):
     def told(self, op: Operator, slot: int, variable: Variable) -> np.ndarray | None:
         """As of :class:`Shapes`; what hangs on sizes that data decide only where the operator takes it linearly."""
         known = self.value(variable)
-        if known is None or len(self.times) == 1 or not self._varies(variable):
+        if known is None or not self._varies(variable):
             return known
         moves = traits_of(op).moves
         linear = not op.domain and (op.type in _LINEAR or (op.type, slot) in _SAYS)
         whole = np.issubdtype(known.dtype, np.integer)
         return known if whole and (linear or moves is None or slot in moves) else None
 
-    def ruled(self, op: Operator, variable: Variable) -> np.ndarray | None:
-        """As of :class:`Shapes`; not what hangs on sizes that data decide, nor bounds of a part of as many."""
-        known = self.value(variable)
-        if known is None or len(self.times) == 1:
-            return known
-        whole = op.outputs[0].grad_of if op.type == "SliceGrad" and op.outputs[0] is not None else None
-        cut = whole is not None and any(variable is v for v in op.inputs[:2])
-        hangs = self._varies(variable) or (cut and self._clipped(whole, op.inputs[-1]) != [])
-        return None if hangs else known
+    def ruled(self, variable: Variable) -> np.ndarray | None:
+        """As of :class:`Shapes`; not what hangs on sizes that data decide."""
+        return None if self._varies(variable) else self.value(variable)
 
     def settle(self, op: Operator) -> None:
         """As of :class:`Shapes`, each time."""
@@ -123,7 +117,7 @@ class DecidedSizes(Shapes):
 
     def _varies(self, variable: Variable) -> bool:
         first, *others = (each.value(variable) for each in self.times)
-        return any(not np.array_equal(first, other) for other in others)
+        return first is not None and any(not np.array_equal(first, other) for other in others)
 
     def sizes(self, variable: Variable) -> list[Numbers] | None:
         """The sizes of a variable each time; None where some are not known."""
@@ -173,9 +167,9 @@ class DecidedSizes(Shapes):
         """Whether what an operator reads has sizes."""
         return all(v is None or static(self[v][1]) is not None for v in op.inputs)
 
-    def _clipped(self, whole: Variable | None, part: Variable | None) -> list[int]:
+    def _clipped(self, whole: Variable | None, part: Variable) -> list[int]:
         """The axes along which a Slice takes some of as many as data decide: perhaps fewer than it asks for."""
-        before, after = None if whole is None else self.sizes(whole), None if part is None else self.sizes(part)
+        before, after = None if whole is None else self.sizes(whole), self.sizes(part)
         if before is None or after is None:
             return []
         pairs = enumerate(zip(before, after, strict=True))

@@ -186,8 +186,8 @@ class Shapes:
         """The array of an operator's input, where the types of its results may go by it."""
         return self.value(variable)
 
-    def ruled(self, op: Operator, variable: Variable) -> np.ndarray | None:
-        """The array of an operator's input, where the operator's rule may go by it."""
+    def ruled(self, variable: Variable) -> np.ndarray | None:
+        """The array of a small tensor, where operators' rules may go by it."""
         return self.value(variable)
 
     def hangs(self, size: int) -> bool:

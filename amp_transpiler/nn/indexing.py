@@ -208,7 +208,7 @@ def _indexed(call: str, x: Variable, keys: list[Any]) -> Variable:
             bounds.append((axis, start, start + 1 if start != -1 else LONGEST, 1))
             dropped.append(axis)
         elif gathered is None:
-            gathered = axis, _vector(call, key)
+            gathered = axis, _vector(call, x, axis, key)
         else:
             raise ArgumentError(f"{call}: one vector of integers can index {describe(x)}, not two")
         axis += 1
@@ -248,8 +248,8 @@ def _place(call: str, x: Variable, axis: int, index: int) -> int:
     return index
 
 
-def _vector(call: str, key: Any) -> Any:
-    """A vector of places: a variable, or a constant."""
+def _vector(call: str, x: Variable, axis: int, key: Any) -> Any:
+    """A vector of places along a dimension of ``x``: a variable, or a constant."""
     if isinstance(key, Variable):
         found = variable(call, "index", key, dtypes=(*INTEGER, "bool"), rank=1)
         if found.dtype != "bool":
@@ -261,4 +261,9 @@ def _vector(call: str, key: Any) -> Any:
         raise ArgumentTypeError(
             f"{call}: an index is an integer, a slice, '...', None or a vector of integers or bools, not {key!r}"
         )
-    return np.flatnonzero(array) if array.dtype.kind == "b" else array.astype(np.int64)
+    if array.dtype.kind != "b":
+        return array.astype(np.int64)
+    size = (x.shape or ())[axis]
+    if isinstance(size, int) and size != array.size:
+        raise ArgumentError(f"{call}: {array.size} bools are no mask of dimension {axis} of {describe(x)}")
+    return np.flatnonzero(array)

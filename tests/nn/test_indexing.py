@@ -42,6 +42,8 @@ KEYS: list[Any] = [
     np.s_[1:2, :, np.array([0, 2])],
     np.s_[np.int64(1)],
     np.s_[:, np.int32(-2)],
+    np.s_[np.array([False, True])],
+    np.s_[1:, [True, False, False, True, True], None],
 ]
 
 
@@ -74,6 +76,54 @@ def test_a_variable_as_index() -> None:
     np.testing.assert_array_equal(found, X[:, index][:, :, 1])
 
 
+MASK = np.array([[1, 0, 0, 1, 1], [0, 0, 1, 0, 0]], bool)
+
+
+@pytest.mark.parametrize("none", [False, True], ids=["some", "none"])
+def test_a_mask_as_index(none: bool) -> None:
+    """Data decide how many places there are; gradients go to these."""
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        x, mask = amp.data("x", [2, 5, 6], "float32"), amp.data("mask", [2, 5], "bool")
+        w = amp.create_parameter([2, 5, 6], "float32", name="w", initializer=X)
+        y, along = (x * w)[mask], (x * w)[:, mask[1], 2]
+        single = F.masked_select(x * w, F.greater_than(x, 20.0))
+        places, (rows, columns) = F.nonzero(mask), F.nonzero(mask, as_tuple=True)
+        ((_, grad),) = amp.append_backward(F.sum(y) + F.sum(along * along) + F.sum(single))
+    scope, exe = amp.Scope(), amp.Executor(threads=1)
+    exe.run(startup, scope=scope)
+    chosen = MASK & (not none)
+    wanted = np.where(chosen[:, :, None], X, 0) + np.where(X > 20, X, 0)
+    wanted[:, chosen[1], 2] += 2 * (X**3)[:, chosen[1], 2]
+    fetches = [y, along, single, places, rows, columns, grad]
+    found = exe.run(main, feed={"x": X, "mask": chosen}, fetch_list=fetches, scope=scope)
+    square = X * X
+    indices = np.argwhere(chosen)
+    expected = (
+        square[chosen],
+        square[:, chosen[1], 2],
+        square[X > 20],
+        indices,
+        indices[:, :1],
+        indices[:, 1:],
+        wanted,
+    )
+    for value, right in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(value, right)
+    assert y.shape == (None, 6) and along.shape == (2, None) and places.shape == (None, 2)
+
+
+def test_a_mask_has_the_first_sizes() -> None:
+    with amp.program_guard(amp.Program(), amp.Program()), amp.unique_name.guard():
+        x, mask = amp.data("x", [2, 5, 6], "float32"), amp.data("mask", [5, 2], "bool")
+        with pytest.raises(ArgumentError, match="getitem: 'mask' .* is no mask of the first dimensions of 'x'"):
+            x[mask]
+        with pytest.raises(ArgumentError, match="masked_select: 'mask' .* has another shape than 'x'"):
+            F.masked_select(x, mask)
+        with pytest.raises(ArgumentTypeError, match="nonzero: x"):
+            F.nonzero(True)
+
+
 def test_one_slice_serves_all_bounds() -> None:
     main = amp.Program()
     with amp.program_guard(main, amp.Program()), amp.unique_name.guard():
@@ -93,7 +143,8 @@ def test_one_slice_serves_all_bounds() -> None:
         ("a", ArgumentTypeError, "an index is an integer, a slice, .* not 'a'"),
         (True, ArgumentTypeError, "not True"),
         (1.0, ArgumentTypeError, "not 1.0"),
-        (np.ones(2, bool), ArgumentTypeError, "a bool mask selects with F.where"),
+        (np.ones(3, bool), ArgumentError, "3 bools are no mask of dimension 0 of 'x'"),
+        (np.ones((2, 5), bool), ArgumentTypeError, "a vector of integers or bools, not array"),
         (([0], [0]), ArgumentError, "one vector of integers can index 'x'"),
     ],
     ids=str,

@@ -83,7 +83,7 @@ class _Joining:
         for node in every_node(each.node for each in self.rows):  # in which a size may be 0 in the run
             if node.op_type == "Reshape" and not node.domain:
                 reshapes.setdefault(node.input[1], []).append(node)
-        constants = {self.opened.name(number): slot for number, slot in self.opened.open.items()}
+        constants = {self.opened.inputs_of[number]: slot for number, slot in self.opened.open.items()}
         for name, self.place in sorted(places.items(), key=lambda each: (each[1], each[0])):
             arrays = [onnx.numpy_helper.to_array(sample.read(constants[name])) for sample in self.samples]
             self._add("Identity", [self._computed(arrays)], name=name)

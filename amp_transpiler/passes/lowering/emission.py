@@ -110,7 +110,6 @@ class _Emission(EmulatedStorage):
         self.biased = biased_products(self.order, place, wanted.keep_fp32, self.fetches)
         self.sums = running_sums(self.order, place, wanted.keep_fp32, self.fetches)
         self.domains = {"": self.e.opset}
-        self.at_work: Operator
 
     def run(self) -> Lowered:
         for variable in self._sources():
@@ -196,7 +195,7 @@ class _Emission(EmulatedStorage):
         return Value(name, dtype, shape)
 
     def _known(self, variable: Variable) -> np.ndarray | None:
-        return self.shapes.ruled(self.at_work, variable) if self.shapes is not None else constant_array(variable)
+        return self.shapes.ruled(variable) if self.shapes is not None else constant_array(variable)
 
     def _runtime_scalar(self, what: str) -> Value:
         if what in _RUNTIME:
@@ -223,7 +222,7 @@ class _Emission(EmulatedStorage):
         return self.e.const(0, "uint32")
 
     def operator(self, op: Operator) -> None:
-        self.e.prefix, self.at_work = next((v.name for v in op.outputs if v is not None), op.type), op
+        self.e.prefix = next((v.name for v in op.outputs if v is not None), op.type)
         if op.type == "Identity" and not op.domain and op.inputs[0] is not None and op.outputs[0] is not None:
             self.env[op.outputs[0].key] = self.env[op.inputs[0].key]
         elif op.type in ("Cast", "CastLike") and not op.domain:

@@ -153,8 +153,9 @@ class OpenModel:
         for slot, number in enumerate(self.constants.of):
             if number not in self.constants.fixed:
                 self.open.setdefault(number, slot)
-        #: What these inputs are called.
-        self.names = {self.name(number) for number in self.open}
+        #: What these inputs are called, by class, in the order in which they are read.
+        self.inputs_of = {number: f"@{self.label}/{place}" for place, number in enumerate(self.open)}
+        self.names = set(self.inputs_of.values())
         self.shaped: list[str] = []
         self.model: onnx.ModelProto | None = onnx.ModelProto()
         self.model.CopyFrom(samples[0].model)
@@ -172,7 +173,7 @@ class OpenModel:
 
     def known(self, sample: Sized) -> dict[str, onnx.TensorProto]:
         """The constants of a sample that are inputs of the open model, by the inputs' names."""
-        return {self.name(number): sample.read(slot) for number, slot in self.open.items()}
+        return {self.inputs_of[number]: sample.read(slot) for number, slot in self.open.items()}
 
     def _sizes(self, sample: Sized) -> list[Hashable]:
         """All sizes of a sample: what it declares, and those of open constants and of what is made with them; ranks."""
@@ -191,7 +192,7 @@ class OpenModel:
                 continue
             if found[0] in _FLOATS and not self.in_run and not _is_read_as_it_is(node, place):
                 return False
-            node.input[place] = self.name(number)
+            node.input[place] = self.inputs_of[number]
         for node in graph.node:
             if not self.names.isdisjoint(node.input):
                 ranks = {sample.rank(node.output[0]) for sample in samples}
@@ -209,7 +210,7 @@ class OpenModel:
         dims = [dim for info in _infos(graph) for dim in info.type.tensor_type.shape.dim]
         for number, slot in self.open.items():
             kind, shape, _ = first.constants[slot]
-            graph.input.append(onnx.helper.make_tensor_value_info(self.name(number), kind, shape))
+            graph.input.append(onnx.helper.make_tensor_value_info(self.inputs_of[number], kind, shape))
             dims += graph.input[-1].type.tensor_type.shape.dim
         outputs = {info.name for info in graph.output}
         for tensor in self.shaped:
@@ -218,13 +219,10 @@ class OpenModel:
             if tensor not in outputs:
                 info = graph.value_info.add(name=tensor, type=info.type)
             dims += info.type.tensor_type.shape.dim
+        named: dict[int, str] = {}
         for dim, number in zip(dims, self.sizes.of[:-1], strict=True):
             if number not in self.sizes.fixed:
-                dim.dim_param = f"{self.label} {number}"
-
-    def name(self, number: int) -> str:
-        """What the input for a class of constants is called."""
-        return f"@{self.label}/{number}"
+                dim.dim_param = named.setdefault(number, f"{self.label} {len(named)}")
 
 
 def _is_read_as_it_is(node: onnx.NodeProto, slot: int) -> bool:
