@@ -66,14 +66,21 @@ def product(
     if len(a_shape) == len(b_shape) == 2 and (alpha != 1 or (e.at.fused and not plain)):
         return e.op("Gemm", a, b, alpha=alpha, transA=int(trans_a), transB=int(trans_b), shape=shape)
     if e.at.fused and not plain:
-        return e.op(
+        made = e.op(
             "FusedMatMul", a, b, domain=DOMAIN, shape=shape, transA=int(trans_a), transB=int(trans_b), alpha=alpha
         )
+        return of_some(e, a, made) if e.hangs(a_shape[-2 if trans_a else -1]) else made
     a, b = _swapped(e, a) if trans_a else a, _swapped(e, b) if trans_b else b
     if alpha == 1:
         return e.MatMul(a, b, shape=shape)
     y = e.MatMul(e.f32(a), e.f32(b), shape=shape)
     return e.cast(e.Mul(y, e.like(alpha, y)), a.dtype)
+
+
+def of_some(e: Emitter, x: Value, y: Value) -> Value:
+    """What a kernel sums up of ``x``; zeros where the run finds that this is empty, of which it computes nothing."""
+    some = e.Greater(e.op("Size", x, dtype="int64", shape=()), e.const(np.int64(0)))
+    return e.Where(some, y, e.zeros(size_of(y), y.dtype), shape=y.shape)
 
 
 def _swapped(e: Emitter, value: Value) -> Value:

@@ -13,7 +13,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.channel_rows import by_channel, exchanged, is_by_channel, lies_in_rows
 from amp_transpiler.ops.common import LONG, padded, padded_axis, size_of, summed_to
-from amp_transpiler.ops.gpu_kernels import product
+from amp_transpiler.ops.gpu_kernels import of_some, product
 from amp_transpiler.ops.window import Window
 
 _Ints: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
@@ -72,14 +72,13 @@ def weight_gradient(e: Emitter, x: Value, dy: Value, window: Window, group: int)
     taps = prod(window.kernel)
     if x.shape[0] == 0:  # nothing to add up, where onnxruntime's Conv leaves what memory holds
         return e.zeros((size_of(dy)[1], channels, *window.kernel), x.dtype)
-    if any(map(e.hangs, window.target)):  # which positions a window reads, others list in constants
-        return _of_some(e, x, by_convolution(e, x, dy, window, group))
     if group == taps == 1:
         apart = _turning_outweighs(e, x, dy) if e.at.fused else x.dtype not in HALF and _images_outweigh(x, dy)
         return (by_images if apart else by_one_gemm)(e, x, dy, window)
+    if any(map(e.hangs, (*window.target, *x.shape[:1] * e.at.fused))):  # others list in constants what windows read
+        return _of_some(e, x, by_convolution(e, x, dy, window, group))
     if e.at.fused and not (group == 1 and set(window.strides) == {1} and max(window.target) <= _LARGEST_KERNEL):
-        by_axes = group > 1 and window.rank > 1 and window.strides[-1] == 1 and not e.hangs(x.shape[0])
-        by_axes = by_axes and _fewer_by_axes(x, dy, window, group)
+        by_axes = group > 1 and window.rank > 1 and window.strides[-1] == 1 and _fewer_by_axes(x, dy, window, group)
         return (by_axis if by_axes else by_gathering)(e, x, dy, window, group)
     if e.at.fused or taps > _MOST_TAPS:
         return _of_some(e, x, by_convolution(e, x, dy, window, group))
@@ -93,11 +92,8 @@ def weight_gradient(e: Emitter, x: Value, dy: Value, window: Window, group: int)
 
 
 def _of_some(e: Emitter, x: Value, dw: Value) -> Value:
-    """The gradient of a kernel; zeros where the run finds that there are no images, of which Conv computes nothing."""
-    if not e.hangs(size_of(x)[0]):
-        return dw
-    some = e.Greater(e.op("Size", x, dtype="int64", shape=()), e.const(np.int64(0)))
-    return e.Where(some, dw, e.zeros(size_of(dw), dw.dtype), shape=dw.shape)
+    """The gradient of a kernel, of images of which the run may find that there are none."""
+    return of_some(e, x, dw) if e.hangs(size_of(x)[0]) else dw
 
 
 def by_convolution(e: Emitter, x: Value, dy: Value, window: Window, group: int) -> Value:

@@ -167,6 +167,10 @@ def slice_(
     return [padded(e, dy, before, after)]
 
 
+#: Beyond the end of every axis, and in 32 bits, of which places have no more.
+_BEYOND = 2**31 - 1
+
+
 def _put_back(e: Emitter, op: Operator, shape: Sequence[int], starts: Value, ends: Value, dy: Value) -> Value:
     """A gradient between zeros, where the run knows which part of the tensor it is of."""
     along = integers(e, op, 2, "axes of Slice") or list(range(size_of(starts)[0]))
@@ -178,13 +182,13 @@ def _put_back(e: Emitter, op: Operator, shape: Sequence[int], starts: Value, end
     axes = [axis % len(shape) for axis in along]
     sizes, none = e.ints(*(shape[axis] for axis in axes)), e.ints(0)
 
-    def within(bound: Value) -> Value:
-        bound = e.cast(bound, "int64")
+    def within(bound: Value, known: np.ndarray | None) -> Value:
+        bound = e.cast(bound, "int64") if known is None else e.const(np.clip(known, -_BEYOND, _BEYOND), "int64")
         counted = e.Where(e.Less(bound, none), e.Add(bound, sizes), bound)
         return e.Max(e.Min(counted, sizes), none)
 
-    before = within(starts)
-    after = e.Sub(sizes, e.Max(within(ends), before))
+    before, end = (within(v, e.known(known)) for v, known in zip((starts, ends), op.inputs, strict=False))
+    after = e.Sub(sizes, e.Max(end, before))
     return _padded_in_run(e, dy, e.Concat(before, after, axis=0), axes, shape)
 
 

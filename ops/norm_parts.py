@@ -143,7 +143,9 @@ def correlation(e: Emitter, normal: Value, x_normal: Value) -> Value:
     parts = [n for n in _BLOCKS if count > _LONG_ROW and count % (8 * n) == 0]  # 8: as tensor cores read
     blocks = parts[0] if parts and e.at.fused else 1
     left, right = (e.reshape(v, (channels, blocks, count // blocks)) for v in (normal, x_normal))
-    found = matrix_product(e, left, right, trans_b=True, alpha=-blocks / count)
+    mean, held = -blocks / count, e.hangs(count)  # no setting of a kernel, where the run knows how many there are
+    found = matrix_product(e, left, right, trans_b=True, alpha=1.0 if held else mean)
+    found = e.Mul(found, e.like(mean, found)) if held else found
     found = e.reshape(found, (channels, blocks * blocks))
     if blocks > 1:
         found = e.MatMul(found, e.const(np.eye(blocks).reshape(-1, 1) / blocks, found.dtype), shape=(channels, 1))

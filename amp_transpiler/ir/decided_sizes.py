@@ -39,6 +39,7 @@ _SAYS = frozenset(
         ("Range", 0),
         ("Range", 1),
         ("Reshape", 1),
+        ("Resize", 3),
         ("Split", 1),
         ("Tile", 1),
     }
@@ -231,10 +232,13 @@ class DecidedSizes(Shapes):
             for pair in zip(reversed(one), reversed(other), strict=False)
             if set(pair[1]) != {1}
         ]
-        said = None if op.input(1) is None else [each.value(op.inputs[1]) for each in self.times]  # type: ignore[arg-type]
-        if op.type == "Split" and said and said[0] is not None:
+        second = op.input(1)
+        said = [] if second is None else [known for each in self.times if (known := each.value(second)) is not None]
+        if op.type == "Split" and said:
             pairs = [(sizes[0][int(op.attrs.get("axis", 0))], tuple(int(each.sum()) for each in said))]
-        elif op.type == "Expand" and said and said[0] is not None:
+        elif op.type == "Squeeze" and said:
+            pairs = [(sizes[0][axis], (1,) * TIMES) for axis in said[0].tolist()]
+        elif op.type == "Expand" and said:
             asked = list(zip(*(each.tolist() for each in said), strict=True))
             pairs = [pair for pair in zip(reversed(sizes[0]), reversed(asked), strict=False) if set(pair[1]) != {1}]
         for size, wanted in pairs:

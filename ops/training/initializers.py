@@ -24,7 +24,7 @@ from amp_transpiler.ir.opdef import lowering_rule, own
 from amp_transpiler.ir.types import FLOATS, HALF, numpy_dtype
 from amp_transpiler.ops.common import pieces, size_of
 from amp_transpiler.ops.training.chunks import by_chunks
-from amp_transpiler.ops.training.random import Part, Streams, ahead_of, normal, stream_of, uniform
+from amp_transpiler.ops.training.hashed_words import Part, Streams, ahead_of, normal, stream_of, uniform
 
 CONSTANT = "ConstantInitializer"
 #: Those that draw random numbers.

@@ -1,4 +1,4 @@
-"""The counter-based hash of ``amp_transpiler.ops.training.random`` again, in numpy."""
+"""The counter-based hash of ``amp_transpiler.ops.training.hashed_words`` again, in numpy."""
 
 from __future__ import annotations
 

@@ -63,6 +63,7 @@ FORMS: dict[str, Made] = {
     "a sum of two apart": lambda a, b, c: ints(a + c + 2),
     "a difference": lambda a, b, c: ints(c - a, c - b - 7),
     "equal numbers": lambda a, b, c: np.full((9, 9), a, np.int64),
+    "several of each": lambda a, b, c: np.repeat(np.array([a, 7, c - 1], np.float32), 50).reshape(2, 75),
     "a mean": lambda a, b, c: floats(1 / b),
     "a mean of several": lambda a, b, c: np.full((1, 1), 2 / (12 * b), np.float32),
     "a root": lambda a, b, c: floats(0.125 / np.sqrt(c)),
@@ -72,6 +73,7 @@ FORMS: dict[str, Made] = {
     "in 16 bit": lambda a, b, c: np.array([1 / c], np.float16),
     "equal numbers, as many": lambda a, b, c: np.full((a, 3), 0.5, np.float32),
     "numbers that count": lambda a, b, c: np.arange(b, dtype=np.int64),
+    "rows that count": lambda a, b, c: np.arange(3 * b, dtype=np.int64).reshape(b, 1, 3),
     "numbers that count by two": lambda a, b, c: np.arange(3, 3 + 2 * a, 2, dtype=np.int64),
 }
 
@@ -97,7 +99,7 @@ def test_the_run_computes_them(form: str) -> None:
         (lambda a, b, c: ints(a // 2), r"what follows from them \(33, 35, 36\) is no sum, multiple or product"),
         (lambda a, b, c: floats(np.log(a)), "a number that follows from them is no multiple or power of a size"),
         (lambda a, b, c: np.arange(a, dtype=np.int64) ** 2, r"so they do the shape of a constant \(int64\)"),
-        (lambda a, b, c: np.arange(100, dtype=np.int64) * a, "a tensor of numbers hangs on them"),
+        (lambda a, b, c: np.arange(100, dtype=np.int64) * a, "many numbers of a tensor hang on them"),
     ],
 )
 def test_what_it_cannot_compute_is_said(made: Made, said: str) -> None:

@@ -31,7 +31,7 @@ _POWERS = (-1.0, 1.0, -0.5, 0.5)
 _OFF = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 1e-6, "float64": 1e-14}
 #: How far from a multiple of a size a number may be: more would fit by chance.
 _NEAR = 16
-#: Elements of a constant up to which each may be another size.
+#: How many numbers of a constant may hang on sizes.
 _FEW = 64
 
 
@@ -163,20 +163,20 @@ class _Joining:
         if len({array.tobytes() for array in arrays}) == 1:
             return self._const(first)
         columns = list(zip(*(array.reshape(-1).tolist() for array in arrays), strict=True))
-        alike = len(set(columns)) == 1
-        if not alike and len(columns) > _FEW:
-            raise self._error("a tensor of numbers hangs on them")
-        parts = [
-            self._whole(column) if whole else self._real(column, kind) for column in columns[: 1 if alike else None]
-        ]
+        found = list(dict.fromkeys(columns))
+        if len(found) > _FEW:
+            raise self._error("many numbers of a tensor hang on them")
+        parts = [self._whole(column) if whole else self._real(column, kind) for column in found]
         held = self._add("Concat", parts, axis=0) if len(parts) > 1 else parts[0]
         if kind not in ("int64", "float32"):
             held = self._add("Cast", [held], to=ONNX_TYPES[kind])
-        if alike and first.size > 1:
-            return self._add("Expand", [held, self._const(np.array(first.shape, np.int64))])
-        if first.ndim == 1:
-            return held
-        return self._add("Reshape", [held, self._const(np.array(first.shape, np.int64))])
+        shape = self._const(np.array(first.shape, np.int64))
+        if len(found) == 1 and first.size > 1:
+            return self._add("Expand", [held, shape])
+        if len(found) < len(columns):
+            places = [found.index(column) for column in columns]
+            return self._add("Gather", [held, self._const(np.array(places, np.int64).reshape(first.shape))], axis=0)
+        return held if first.ndim == 1 else self._add("Reshape", [held, shape])
 
     def _long(self, arrays: Sequence[np.ndarray], kind: str) -> str:
         """An array whose shape hangs on sizes: one number everywhere, or numbers that count up."""
@@ -184,11 +184,12 @@ class _Joining:
         if len({len(shape) for shape in shapes}) == 1:
             if len({number for array in arrays for number in np.unique(array).tolist()}) == 1:
                 return self._add("Expand", [self._const(arrays[0].reshape(-1)[:1]), self._computed(shapes)])
-            begin, step = arrays[0][0], arrays[0][1] - arrays[0][0] if arrays[0].ndim == 1 else 0
-            if arrays[0].ndim == 1 and all(np.array_equal(a, begin + step * np.arange(a.size)) for a in arrays):
+            begin, step = arrays[0].flat[0], arrays[0].flat[1] - arrays[0].flat[0]
+            if all(np.array_equal(array.ravel(), begin + step * np.arange(array.size)) for array in arrays):
                 ends = [np.array(begin + step * array.size, array.dtype) for array in arrays]
                 typed = [np.array(number, arrays[0].dtype) for number in (begin, step)]
-                return self._add("Range", [self._const(typed[0]), self._computed(ends), self._const(typed[1])])
+                row = self._add("Range", [self._const(typed[0]), self._computed(ends), self._const(typed[1])])
+                return row if arrays[0].ndim == 1 else self._add("Reshape", [row, self._computed(shapes)], allowzero=1)
         raise self._error(f"so they do the shape of a constant ({kind})")
 
     def _whole(self, numbers: Sequence[int]) -> str:
