@@ -163,12 +163,13 @@ def compress(d: Parts, op: Operator, x: Variable, condition: Variable) -> list[V
 _LOOKUPS = ("Gather", "GatherElements", "GatherND")
 _SCATTERS = ("Scatter", "ScatterElements", "ScatterND")
 traits(*_LOOKUPS, moves=(0,), exact=True, lookup=True, part=True)
+traits("Compress", moves=(0,), exact=True, selects=True)
 # Not exact: with reduction="add" they add.
 traits(*_SCATTERS, moves=(0, 2), combines="reduction")
 traits("TensorScatter", moves=(0, 1))
 traits("TopK", exact=True, carries_large=True)
 traits(own("TopKGrad"), own("ScatterElementsGrad"), own("ScatterNDGrad"), exact=True)
-range_rule(*_LOOKUPS)(same)
+range_rule(*_LOOKUPS, "Compress")(same)
 
 
 @range_rule(*_SCATTERS)

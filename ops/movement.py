@@ -196,7 +196,9 @@ def _padded_in_run(e: Emitter, value: Value, pads: Value, axes: Sequence[int], s
     """Zeros around a value, as many as the run says; where that is less than none, what is there goes."""
     dtype = value.dtype
     value = e.f32(value) if dtype == "bfloat16" else value
-    return e.cast(e.Pad(value, pads, None, e.ints(*axes), shape=shape), dtype)
+    made = e.Pad(value, pads, None, e.ints(*axes), shape=shape)
+    e.foreign.append(Value(made.name, e.tensor_type(made), made.shape))
+    return e.cast(made, dtype)
 
 
 def _reversed(e: Emitter, value: Value, axis: int) -> Value:
@@ -345,7 +347,7 @@ def space_to_depth_by_mode(d: Parts, op: Operator, x: Variable) -> list[Variable
 
 _VIEWS = ("Reshape", "Flatten", "Squeeze", "Unsqueeze")
 _MOVES = ("Transpose", "Split", "Slice", "DepthToSpace", "SpaceToDepth")
-_REPEATS = ("Expand", "Tile", "ReverseSequence", "Compress")
+_REPEATS = ("Expand", "Tile", "ReverseSequence")
 traits(*_VIEWS, *_MOVES, *_REPEATS, "Trilu", moves=(0,), exact=True)
 traits(*_VIEWS, view=True)
 traits("Slice", part=True)
@@ -354,7 +356,7 @@ traits("Pad", moves=(0, 2), exact=True, settings=(2,))
 traits("CenterCropPad", "Cast", "CastLike", moves=(0,))
 traits("CastLike", type_only=(1,))
 traits("Cast", elementwise=True)
-traits("Unique", exact=True, carries_large=True)
+traits("Unique", exact=True, carries_large=True, selects=True)
 traits(*(own(f"{_type}Grad") for _type in (*_VIEWS, *_MOVES, "Trilu", "Concat")), exact=True)
 
 _MAKES = ("Shape", "Size", "ConstantOfShape", "OneHot", "Range", "EyeLike", "Constant")

@@ -156,7 +156,7 @@ traits("ReduceSumSquare", "ReduceL2", "ReduceProd", "CumProd", "ReduceLogSumExp"
 traits("ReduceProd", "CumProd", overflows=Kind.MULTIPLIES)
 traits("ReduceL2", overflows_inside=Kind.SQUARES_INSIDE)
 traits("ReduceMax", "ReduceMin", own("ReduceSumGrad"), exact=True)
-traits("NonZero")
+traits("NonZero", selects=True)
 no_gradient("ArgMax", "ArgMin", "NonZero")
 
 range_rule("ReduceMax", "ReduceMin", "ReduceMean")(same)

@@ -55,8 +55,6 @@ _TURNS = 8  # what was in a branch that is taken may make other conditions known
 _SMALL = 1024
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _TYPES = frozenset({*_INTEGERS, "float16", "float32", "float64", "bool"})
-#: Sizes depend on the content even so, but never exceed that of the input times its rank.
-_SELECTING = frozenset({"NonZero", "Unique", "Compress"})
 #: Quantisation is what its author wants.
 _QUANTISED = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"})
 #: What may take long, whatever the size, or makes no tensor of numbers.
@@ -286,7 +284,7 @@ class _Folding:
             if shape is None or static(shape) is None:
                 if waits:
                     return False
-                if op.type not in _SELECTING:
+                if not traits_of(op).selects:
                     return True
                 shape = (math.prod(self.known.arrays[read[0]].shape), max(self.known.arrays[read[0]].ndim, 1))
             size = max(size, byte_size(dtype, [int(d or 0) for d in shape]))

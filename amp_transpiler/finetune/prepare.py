@@ -117,7 +117,7 @@ def prepare_training(
         dropout: {pattern: rate}: a Dropout behind each operator whose name or scope matches. Those that the model
             still has are switched on in any case.
         values: {input: value}: inputs that get one value for good, such as a sampling rate, a trip count, or the edges
-            of a graph: sizes that operators make of it (NonZero, Range) are known then.
+            of a graph: sizes that operators make of it (NonZero, Range) are known then, and not computed in each run.
         feed_shapes: {input: shape}: sizes of inputs for good, where something depends on them before the run.
         keep_tied: patterns of vectors that stay one parameter for all their readers.
         restore: name anonymous parameters after their layers and turn linear weights back.

@@ -44,8 +44,6 @@ _SAYS = frozenset(
         ("Tile", 1),
     }
 )
-#: Operators that find some of all elements that they read; what others make is about as long as what they read.
-_FINDS = frozenset({"Compress", "NonZero", "Unique"})
 #: Operators whose results' sizes are rounded along the axes that they walk over: they must not hang on data.
 _ROUNDED = frozenset(
     {"AveragePool", "Col2Im", "Conv", "ConvTranspose", "LpPool", "MaxPool", "MaxUnpool", "Resize", "Split", "Upsample"}
@@ -193,7 +191,7 @@ class DecidedSizes(Shapes):
         """How large a size that an operator finds may well be."""
         shapes = [static(self[v][1]) or () for v in op.inputs if v is not None]
         made = self[op.outputs[slot]][1] or ()  # type: ignore[index]  # what is decided is a variable
-        if op.type not in _FINDS and shapes and len(shapes[0]) == len(made):
+        if not traits_of(op).selects and shapes and len(shapes[0]) == len(made):
             return shapes[0][axis]
         return max(map(math.prod, shapes), default=1)
 

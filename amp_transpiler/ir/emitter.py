@@ -94,14 +94,12 @@ class Emitter:
         #: Tensors that were joined by what they were made of: the tensor of all of them, and what each was made of.
         self.joined_through: dict[str, tuple[str, tuple[str, ...]]] = {}
         #: Results of operators of which ONNX's inference knows nothing, as those of other domains, and these domains.
-        self.foreign: list[Value] = []
-        self.domains: set[str] = set()
+        self.foreign, self.domains = list[Value](), set[str]()
         #: Results that have the shape which an input says, by name.
         self.given: dict[str, Value] = {}
         #: Element types of the tensors of one element, by name.
         self.scalars: dict[str, str] = {}
-        self._names: set[str] = set()
-        self._serial = 0
+        self._names, self._serial = set[str](), 0
 
     # -- names -----------------------------------------------------------------------------------
     def reserve(self, names: Iterable[str]) -> None:
@@ -192,8 +190,7 @@ class Emitter:
             self.makers[names[0]] = Maker(type_, tuple(inputs), attrs)
         if shape is not None and math.prod(shape) == 1:
             self.scalars |= {v.name: self.tensor_type(v) for v in values}
-        computed = type_ == "Pad" and inputs[1] is not None and inputs[1].name not in self.initializers
-        if shape is not None and (computed or type_ in _SHAPED):
+        if shape is not None and type_ in _SHAPED:
             self.given[names[0]] = Value(names[0], self.tensor_type(values[0]), values[0].shape)
         if domain or signature(type_, self.opset, domain) is None:
             self.foreign += (Value(v.name, self.tensor_type(v), v.shape) for v in values)

@@ -25,6 +25,7 @@ class Traits:
     ``shape_only``: it reads of its inputs the shape alone, neither elements nor their type.
     ``type_only``: of these inputs it reads the type alone.
     ``exact``: its outputs hold only values of its inputs, so nothing is rounded after it on CPU.
+    ``selects``: data decide how many elements it gives, no more than it reads, with a number for each axis at most.
     ``random``: it draws from the runtime's own generators, other numbers each time that it runs.
     ``meets``: several ranks exchange something in it.
 
@@ -72,6 +73,7 @@ class Traits:
     shape_only: bool = False
     type_only: tuple[int, ...] = ()
     exact: bool = False
+    selects: bool = False
     random: bool = False
     meets: bool = False
     elementwise: bool = False

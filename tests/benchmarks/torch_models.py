@@ -94,8 +94,53 @@ def lstm():
     return Tagger().eval(), (torch.randint(0, 1000, (16, 50)),), ["ids"]
 
 
+class Experts(nn.Module):
+    """Eight experts, of which a router gives each token two: each computes the rows that it is given."""
+
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.router = nn.Linear(width, 8)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, hidden), nn.SiLU(), nn.Linear(hidden, width)) for _ in range(8)
+        )
+
+    def forward(self, x):
+        rows = x.reshape(-1, x.shape[-1])
+        weights, chosen = torch.topk(self.router(rows).softmax(-1), 2)
+        out = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            at, slot = torch.where(chosen == number)
+            out = out.index_add(0, at, expert(rows[at]) * weights[at, slot, None])
+        return out.reshape(x.shape)
+
+
+def mixture():
+    """Two layers of experts, 1,024 tokens of 256: sizes that data decide."""
+
+    class Mixture(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.into, self.out, self.norm = nn.Linear(64, 256), nn.Linear(256, 16), nn.LayerNorm(256)
+            self.one, self.two = Experts(256, 512), Experts(256, 512)
+
+        def forward(self, x):
+            x = self.into(x)
+            x = x + self.one(self.norm(x))
+            return self.out(x + self.two(self.norm(x)))
+
+    return Mixture().eval(), (torch.randn(4, 256, 64),), ["x"]
+
+
 #: What stands beside ours.
-MODELS = {"mlp": mlp, "bert": bert, "short_bert": short_bert, "resnet50": resnet50, "vit": vit, "lstm": lstm}
+MODELS = {
+    "mlp": mlp,
+    "bert": bert,
+    "short_bert": short_bert,
+    "resnet50": resnet50,
+    "vit": vit,
+    "lstm": lstm,
+    "mixture": mixture,
+}
 
 
 def export(model, inputs, names, path):

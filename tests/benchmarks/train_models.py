@@ -28,7 +28,7 @@ from amp_transpiler.nn import functional as F
 from tests.benchmarks.profiled import largest_costs
 
 #: Steps in a block.
-STEPS = {"mlp": 40, "bert": 1, "short_bert": 3, "resnet50": 1, "vit": 1, "lstm": 4}
+STEPS = {"mlp": 40, "bert": 1, "short_bert": 3, "resnet50": 1, "vit": 1, "lstm": 4, "mixture": 4}
 
 
 def serve(folder: str, name: str, mode: str, place_name: str) -> None:

@@ -22,7 +22,8 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.infer import type_proto
 from amp_transpiler.nn import functional as F
 from amp_transpiler.nn import initializer as I
-from amp_transpiler.ops.training import random as R
+from amp_transpiler.ops.training import hashed_words as R
+from amp_transpiler.ops.training.random import MASK_ID
 from amp_transpiler.ops.training.seeds import rng_state
 from amp_transpiler.passes.autodiff.backward import append_backward
 from amp_transpiler.program import Program, program_guard
@@ -245,7 +246,7 @@ def test_dropout_forward_and_backward(dtype: str) -> None:
 def test_dropout_mask_follows_seed_step_and_operator() -> None:
     main, startup, first, second = dropout_program()
     masks = [v.producer.outputs[1] for v in (first, second)]
-    ids = [int(v.producer.metadata[R.MASK_ID]) for v in (first, second)]
+    ids = [int(v.producer.metadata[MASK_ID]) for v in (first, second)]
     assert ids[0] != ids[1]
     scope = startup_values(startup)
     for step in range(3):
@@ -259,6 +260,23 @@ def test_dropout_mask_follows_seed_step_and_operator() -> None:
     startup.seed = 5
     scope = startup_values(startup)
     assert (run(main, scope, {}, masks)[0] != found[0]).mean() > 0.3
+
+
+def test_masks_of_what_data_choose_are_those_of_as_many_elements() -> None:
+    """Beside one of a fixed size, whose words they must not take for theirs."""
+    main, startup = Program(), Program()
+    with program_guard(main, startup), unique_name.guard():
+        x, keep = nn.data("x", [9, 2, 3]), nn.data("keep", [9], "bool")
+        w = nn.create_parameter([3], "float32", name="w", initializer=np.ones(3))
+        parts = [F.dropout(v * w, 0.3) for v in (x, x[keep], x[keep, 1:])]
+        append_backward(F.sum(F.concat([F.reshape(part, [-1]) for part in parts])))
+    masks = [part.producer.outputs[1] for part in parts]
+    scope = startup_values(startup)
+    for step, count in enumerate((4, 9, 0, 1)):
+        feeds = {"x": np.ones((9, 2, 3), np.float32), "keep": np.arange(9) % 9 < count}
+        for mask, part in zip(run(main, scope, feeds, masks), parts, strict=True):
+            stream = int(part.producer.metadata[MASK_ID])
+            np.testing.assert_array_equal(mask.ravel(), Words.kept(mask.size, 0, step, stream, 0.3))
 
 
 def test_rng_state_is_made_once_and_always_advances() -> None:
@@ -276,7 +294,7 @@ def test_dropout_for_test() -> None:
     main, startup, y, _ = dropout_program()
     test = clone(main, for_test=True)
     op = test.var(y.name).producer
-    assert op is not None and len(op.inputs) == 2 and len(op.outputs) == 1 and R.MASK_ID not in op.metadata
+    assert op is not None and len(op.inputs) == 2 and len(op.outputs) == 1 and MASK_ID not in op.metadata
     assert not test.has_var("@rng_step") and not test.updates
     scope = startup_values(startup)
     (found,) = run(test, scope, {}, [test.var(y.name)])

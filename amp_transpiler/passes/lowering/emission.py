@@ -19,7 +19,7 @@ from amp_transpiler.ir.decided_sizes import DecidedSizes
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes, constant_array, static, type_proto
-from amp_transpiler.ir.nodes import FORWARD, OWN, Operator, Shape, Variable
+from amp_transpiler.ir.nodes import OWN, Operator, Shape, Variable
 from amp_transpiler.ir.opdef import group_inputs, has_lowering_rule, lookup, lowering_rule_of, rule_of, traits_of
 from amp_transpiler.ir.signature import signature
 from amp_transpiler.ir.tensors import as_array, tensor_type, to_proto
@@ -36,7 +36,7 @@ from amp_transpiler.passes.lowering.by_address import by_address
 from amp_transpiler.passes.lowering.cast_emission import emit_cast
 from amp_transpiler.passes.lowering.channel_layout import as_image, by_channel, exchange
 from amp_transpiler.passes.lowering.columns import emit_column
-from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
+from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage, has_kernel
 from amp_transpiler.passes.lowering.flat_layout import FlatState, flat_layout
 from amp_transpiler.passes.lowering.gradient_sums import running_sums
 from amp_transpiler.passes.lowering.known_integers import emit_known
@@ -95,9 +95,8 @@ class _Emission(EmulatedStorage):
         self.feed_shapes = {} if any(op.attrs.programs for op in self.order) and not ruled else feed_shapes
         self.e.kernels = kernels_of(wanted.arithmetic or Arithmetic(place))
         if ruled or self.e.kernels is not None:
-            # On CPU operators that have gradients alone need sizes: see :meth:`unsized`.
-            told = not self.e.at.host or any(op.domain == OWN or op.role != FORWARD for op in self.order)
-            self.shapes = shapes() if told else Shapes(program, feed_shapes)
+            own = all(has_kernel(op) for op in self.order if lowering_rule_of(op, self.e.at) is not None)
+            self.shapes = Shapes(program, feed_shapes) if own and self.e.at.host else shapes()  # see :meth:`unsized`
             self.e.hangs = self.shapes.hangs
         self.e.reserve(v.name for v in program.variables)
         self.e.runtime_scalar, self.e.known_values = self._runtime_scalar, self._known

@@ -16,6 +16,12 @@ from amp_transpiler.ir.types import HALF
 from amp_transpiler.passes.lowering.lowered import emulated_attribute
 
 
+def has_kernel(op: Operator) -> bool:
+    """Whether an operator that has a rule has a kernel on CPUs as well."""
+    found = lookup(op)
+    return found is not None and found.when is None and op.domain != OWN
+
+
 class EmulatedStorage:
     """The values of a program's variables in the graph that is emitted.
 
@@ -82,9 +88,7 @@ class EmulatedStorage:
 
         Such as those that data decide. CPUs have a kernel of every standard operator that always has a rule.
         """
-        found = lookup(op)
-        always = found is not None and found.when is None and op.domain != OWN
-        return self.cpu and always and any(v is not None and self._fixed(v) is None for v in op.inputs)
+        return self.cpu and has_kernel(op) and any(v is not None and self._fixed(v) is None for v in op.inputs)
 
     def as_kernels(self, op: Operator, inputs: Sequence[Value | None], exact: bool) -> bool:
         """Emit an operator as the place's kernels compute it; False where they do as it stands."""

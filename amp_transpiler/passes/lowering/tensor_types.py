@@ -36,7 +36,7 @@ def inferred(lowered: Lowered) -> onnx.GraphProto:
             info = light.graph.input.add(name=tensor.name)
             info.type.CopyFrom(type_proto(NAMES[tensor.data_type], tuple(tensor.dims)))
     made = {name for node in graph.node for name in node.output} - {info.name for info in graph.output}
-    for value in {value.name: value for value in (*lowered.given.values(), *lowered.tensors.values())}.values():
+    for value in lowered.tensors.values():
         if value.name in made and value.shape is not None and value.dtype:
             light.graph.value_info.add(name=value.name).type.CopyFrom(type_proto(value.dtype, value.shape))
     return onnx.shape_inference.infer_shapes(light).graph
