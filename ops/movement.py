@@ -175,9 +175,10 @@ def _put_back(e: Emitter, op: Operator, shape: Sequence[int], starts: Value, end
     """A gradient between zeros, where the run knows which part of the tensor it is of."""
     along = integers(e, op, 2, "axes of Slice") or list(range(size_of(starts)[0]))
     if any(step != 1 for step in integers(e, op, 3, "steps of Slice") or ()):
+        bounds = ", ".join(f"'{v.name}'" for v in op.inputs[:2] if v is not None)
         raise GradientError(
-            f"'{op.label}' is of every n-th element of a part that is found in the run ('{op.inputs[0].name}', "
-            f"'{op.inputs[1].name}'). Make these constant, or take the operator off the training path"
+            f"'{op.label}' is of every n-th element of a part that the run finds ({bounds}). Make these constant, or "
+            "take the operator off the training path"
         )
     axes = [axis % len(shape) for axis in along]
     sizes, none = e.ints(*(shape[axis] for axis in axes)), e.ints(0)

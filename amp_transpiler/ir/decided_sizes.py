@@ -27,8 +27,8 @@ from amp_transpiler.ir.opdef import traits_of
 
 #: How often a program is typed: two tell what differs, the third whether what is made of the two holds.
 TIMES = 3
-#: The least number that stands for a size.
-_LEAST = 64
+#: The least number that stands for a size, and how often others are drawn where one is another size by chance.
+_LEAST, _DRAWS = 64, 32
 _LINEAR = frozenset({"Add", "Mul", "Neg", "Sub"})
 #: Inputs that say sizes of the result as they are, by operator and slot.
 _SAYS = frozenset(
@@ -73,9 +73,10 @@ class DecidedSizes(Shapes):
         self.above = above
         #: What sizes turned out to be, by where they are first: key of the operator, slot of its output, axis.
         self.same: dict[_Where, Numbers] = {}
+        self.draws = 0
         while True:
             self.times: list[DecidedSizes] = [self]
-            self.decided = dict[Variable, None]()
+            self.decided: dict[Variable, None] = {}
             self.found: dict[Hashable, Numbers] = {}
             self.origins: dict[Numbers, _Where] = {}
             self.tokens: dict[int, Hashable] = {}
@@ -83,7 +84,9 @@ class DecidedSizes(Shapes):
                 super().__init__(program, feed_shapes)
             except _Unified:
                 continue
-            return
+            if self._apart() or self.draws == _DRAWS:
+                return
+            self.draws += 1
 
     def told(self, op: Operator, slot: int, variable: Variable) -> np.ndarray | None:
         """As of :class:`Shapes`; what hangs on sizes that data decide only where the operator takes it linearly."""
@@ -116,7 +119,7 @@ class DecidedSizes(Shapes):
 
     def _varies(self, variable: Variable) -> bool:
         first, *others = (each.value(variable) for each in self.times)
-        return first is not None and any(not np.array_equal(first, other) for other in others)
+        return first is not None and any(other is None or not np.array_equal(first, other) for other in others)
 
     def sizes(self, variable: Variable) -> list[Numbers] | None:
         """The sizes of a variable each time; None where some are not known."""
@@ -154,13 +157,12 @@ class DecidedSizes(Shapes):
 
     def _remember(self, op: Operator, slot: int, variable: Variable) -> None:
         """Note where sizes that hang on data are first, and put what they turned out to be."""
-        sizes = self.sizes(variable)
-        where = {axis: (op.key, slot, axis) for axis, numbers in enumerate(sizes or ()) if len(set(numbers)) > 1}
-        same = {axis: self.same[place] for axis, place in where.items() if place in self.same}
-        if same:
-            self._put(variable, same)
-        for axis, place in where.items() if sizes else ():
-            self.origins.setdefault(sizes[axis], place)
+        hanging = [(axis, numbers) for axis, numbers in enumerate(self.sizes(variable) or ()) if len(set(numbers)) > 1]
+        for axis, numbers in hanging:
+            place = op.key, slot, axis
+            if place in self.same:
+                self._put(variable, {axis: self.same[place]})
+            self.origins.setdefault(numbers, place)
 
     def _fixed(self, op: Operator) -> bool:
         """Whether what an operator reads has sizes."""
@@ -197,12 +199,21 @@ class DecidedSizes(Shapes):
 
     def _fresh(self, most: int) -> Numbers:
         """Primes that stand for nothing else, the first no less than ``most``."""
-        draw, least, numbers = random.Random(len(self.found)), int(self.above * max(_LEAST, most)), list[int]()
+        draw, numbers = random.Random(f"{len(self.found)} {self.draws}"), list[int]()
+        least = int(self.above * max(_LEAST, most))
         for time in range(TIMES):
             taken = {each[time] for each in self.found.values()} | set(numbers)
-            start = least if not time else least + draw.randrange(_LEAST + least // 8)
+            start = least + (draw.randrange(_LEAST + least // 8) if time or self.draws else 0)
             numbers.append(next(n for n in _primes(start) if n not in taken))
         return tuple(numbers)
+
+    def _apart(self) -> bool:
+        """Whether sizes that differ some time differ each time: what they are for these numbers may be chance else."""
+        shapes = ([static(each.types[key][1]) for each in self.times] for key in self.types)
+        known = [sizes for sizes in shapes if None not in sizes]
+        all_sizes = {numbers for sizes in known for numbers in zip(*sizes, strict=True)}
+        times = range(TIMES if len(self.times) > 1 else 0)
+        return all(len({numbers[time] for numbers in all_sizes}) == len(all_sizes) for time in times)
 
     def _token(self, op: Operator) -> Hashable:
         """What is equal for operators that make equal things."""
@@ -250,17 +261,18 @@ class DecidedSizes(Shapes):
         cut = op.type == "Split" and op.input(1) is not None
         if len(self.times) == 1 or op.domain or op.type not in _ROUNDED or cut:
             return
-        before = self.sizes(op.inputs[0]) if op.inputs[0] is not None else None
+        read = op.input(0)
+        before = None if read is None else self.sizes(read)
         for variable in op.outputs:
             after = self.sizes(variable) if variable is not None else None
             for old, new in zip(before or (), after or (), strict=False):
                 steps = {
                     divmod(b - a, d - c) for (a, b), (c, d) in zip(pairwise(new), pairwise(old), strict=True) if d != c
                 }
-                if len(set(new)) > 1 and (len(steps) != 1 or next(iter(steps))[1]):
+                if read is not None and len(set(new)) > 1 and (len(steps) != 1 or next(iter(steps))[1]):
                     raise GraphError(
                         f"operator '{op.label}' ({op.full_type}) rounds a size that data decide, that of "
-                        f"'{op.inputs[0].name}': such sizes are known in training only where they are "
+                        f"'{read.name}': such sizes are known in training only where they are "
                         "sums and multiples of others. Pad what it reads to a fixed size"
                     )
 

@@ -84,6 +84,8 @@ def test_the_run_computes_them(form: str) -> None:
     assert found is not None
     assert all(isinstance(d, int) or d is None for port in found.fetches for d in port.shape or ())
     onnx.checker.check_model(found.model, full_check=True)
+    used = {name for node in found.model.graph.node for name in node.input}
+    assert {tensor.name for tensor in found.model.graph.initializer} <= used
     session = ort.InferenceSession(found.model.SerializeToString(), providers=["CPUExecutionProvider"])
     for sizes in ((5, 6, 7), (12, 2, 31), (1, 2, 8), (100, 300, 200)):
         feeds = {f"mask{place}": np.ones(size, bool) for place, size in enumerate(sizes)}

@@ -148,7 +148,7 @@ class _Joining:
             shapes = tensors[tensor]
             if any(shape is None or len(shape) != len(shapes[0] or ()) for shape in shapes):
                 continue
-            for axis, numbers in enumerate(zip(*shapes, strict=True)):  # type: ignore[arg-type]
+            for axis, numbers in enumerate(zip(*shapes, strict=True)):
                 if len(set(numbers)) > 1 and numbers not in seen:
                     seen.add(numbers)
                     yield _Source(numbers, tensor, axis, places[tensor])
@@ -170,13 +170,12 @@ class _Joining:
         held = self._add("Concat", parts, axis=0) if len(parts) > 1 else parts[0]
         if kind not in ("int64", "float32"):
             held = self._add("Cast", [held], to=ONNX_TYPES[kind])
-        shape = self._const(np.array(first.shape, np.int64))
-        if len(found) == 1 and first.size > 1:
-            return self._add("Expand", [held, shape])
-        if len(found) < len(columns):
+        if 1 < len(found) < len(columns):
             places = [found.index(column) for column in columns]
             return self._add("Gather", [held, self._const(np.array(places, np.int64).reshape(first.shape))], axis=0)
-        return held if first.ndim == 1 else self._add("Reshape", [held, shape])
+        if first.shape == (len(found),):
+            return held
+        return self._add("Expand" if first.size > 1 == len(found) else "Reshape", [held, self._shape(first.shape)])
 
     def _long(self, arrays: Sequence[np.ndarray], kind: str) -> str:
         """An array whose shape hangs on sizes: one number everywhere, or numbers that count up."""
@@ -264,6 +263,9 @@ class _Joining:
     def _plus(self, name: str, number: int) -> str:
         return name if number == 0 else self._add("Add", [name, self._const(np.array([number], np.int64))])
 
+    def _shape(self, sizes: Sequence[int]) -> str:
+        return self._const(np.array(sizes, np.int64))
+
     def _const(self, array: np.ndarray) -> str:
         key = ("", array.dtype.str, array.shape, array.tobytes())
         if key not in self.made:
@@ -317,5 +319,5 @@ def _open(shapes: Sequence[Shape | None]) -> Shape | None:
     """A shape of those of each time, None for sizes that differ."""
     if any(shape is None or len(shape) != len(shapes[0] or ()) for shape in shapes):
         return None
-    columns = zip(*shapes, strict=True)  # type: ignore[arg-type]
+    columns = zip(*shapes, strict=True)
     return tuple(sizes[0] if len(set(sizes)) == 1 else None for sizes in columns)

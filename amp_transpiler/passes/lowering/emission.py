@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from itertools import zip_longest
 
 import numpy as np
@@ -36,7 +37,7 @@ from amp_transpiler.passes.lowering.by_address import by_address
 from amp_transpiler.passes.lowering.cast_emission import emit_cast
 from amp_transpiler.passes.lowering.channel_layout import as_image, by_channel, exchange
 from amp_transpiler.passes.lowering.columns import emit_column
-from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage, has_kernel
+from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
 from amp_transpiler.passes.lowering.flat_layout import FlatState, flat_layout
 from amp_transpiler.passes.lowering.gradient_sums import running_sums
 from amp_transpiler.passes.lowering.known_integers import emit_known
@@ -73,14 +74,15 @@ def emit(graph: Graph, place: str, feed_shapes: _Sizes, wanted: Wanted, above: f
     Where data decide sizes there are several, each with other numbers for these, from ``above`` times what there can be
     on. GraphError where a rule needs a shape that is not fixed.
     """
-    first = _Emission(graph, place, feed_shapes, wanted, lambda: DecidedSizes(graph, feed_shapes, above))
+    emission = partial(_Emission, graph, place, feed_shapes, wanted)
+    first = emission(lambda decided: DecidedSizes(graph, feed_shapes, above) if decided else Shapes(graph, feed_shapes))
     others = () if first.shapes is None else first.shapes.times[1:]
-    return [first.run(), *(_Emission(graph, place, feed_shapes, wanted, lambda s=s: s).run() for s in others)]
+    return [first.run(), *map(lambda shapes: emission(lambda _: shapes).run(), others)]
 
 
 class _Emission(EmulatedStorage):
     def __init__(
-        self, program: Graph, place: str, feed_shapes: _Sizes, wanted: Wanted, shapes: Callable[[], Shapes]
+        self, program: Graph, place: str, feed_shapes: _Sizes, wanted: Wanted, shapes: Callable[[bool], Shapes]
     ) -> None:
         super().__init__(Emitter(place, program.opset()), wanted.keep_fp32)
         self.declared, self.stateless, self.replays = wanted.declared, wanted.updates is False, wanted.replays
@@ -95,8 +97,7 @@ class _Emission(EmulatedStorage):
         self.feed_shapes = {} if any(op.attrs.programs for op in self.order) and not ruled else feed_shapes
         self.e.kernels = kernels_of(wanted.arithmetic or Arithmetic(place))
         if ruled or self.e.kernels is not None:
-            own = all(has_kernel(op) for op in self.order if lowering_rule_of(op, self.e.at) is not None)
-            self.shapes = Shapes(program, feed_shapes) if own and self.e.at.host else shapes()  # see :meth:`unsized`
+            self.shapes = shapes(any(map(self.needs_sizes, self.order)))
             self.e.hangs = self.shapes.hangs
         self.e.reserve(v.name for v in program.variables)
         self.e.runtime_scalar, self.e.known_values = self._runtime_scalar, self._known

@@ -11,15 +11,9 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes, static
 from amp_transpiler.ir.nodes import BACKWARD, OWN, Operator, Variable
-from amp_transpiler.ir.opdef import lookup, traits_of
+from amp_transpiler.ir.opdef import lookup, lowering_rule_of, traits_of
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.passes.lowering.lowered import emulated_attribute
-
-
-def has_kernel(op: Operator) -> bool:
-    """Whether an operator that has a rule has a kernel on CPUs as well."""
-    found = lookup(op)
-    return found is not None and found.when is None and op.domain != OWN
 
 
 class EmulatedStorage:
@@ -88,7 +82,13 @@ class EmulatedStorage:
 
         Such as those that data decide. CPUs have a kernel of every standard operator that always has a rule.
         """
-        return self.cpu and has_kernel(op) and any(v is not None and self._fixed(v) is None for v in op.inputs)
+        return not self.needs_sizes(op) and any(v is not None and self._fixed(v) is None for v in op.inputs)
+
+    def needs_sizes(self, op: Operator) -> bool:
+        """Whether an operator cannot run on sizes that are not known: it has a rule, and no kernel of the CPU's."""
+        found = lookup(op)
+        kernel = self.cpu and found is not None and found.when is None and op.domain != OWN
+        return not kernel and lowering_rule_of(op, self.e.at) is not None
 
     def as_kernels(self, op: Operator, inputs: Sequence[Value | None], exact: bool) -> bool:
         """Emit an operator as the place's kernels compute it; False where they do as it stands."""
