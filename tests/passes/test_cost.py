@@ -126,9 +126,16 @@ def test_a_loop_that_runs_an_unknown_number_of_times_is_named() -> None:
     assert (known.kernels, known.bytes, known.unknown) == (60_000, 60_000 * 2 * 64 * 32 * 4, ())
 
 
-def test_sizes_that_depend_on_data_are_refused() -> None:
-    with pytest.raises(amp.AmpError, match="shape of tensor 'n' is not known before the run"):
-        estimate("n = NonZero(x)  m = Cast <to = 1> (n)  y = ReduceSum(m)", outputs="float[1, 1] y")
+def test_sizes_that_data_decide_are_as_large_as_they_can_be() -> None:
+    found = estimate("n = NonZero(x)  m = Cast <to = 1> (n)  y = ReduceSum(m)", outputs="float[1, 1] y")
+    places = 2 * 2053  # of 2,048 elements; the next prime
+    assert found.bytes_by_type["int64"] == 2 * 8 * places
+    assert found.bytes_by_type["float32"] == 4 * (64 * 32 + 2 * places + 1)
+
+
+def test_sizes_that_are_not_known_are_refused() -> None:
+    with pytest.raises(amp.AmpError, match="shape of tensor 'q' is not known before the run"):
+        estimate("q = SplitToSequence(x)  n = ConcatFromSequence <axis = 0> (q)  y = Relu(n)", outputs="float[64, 32] y")
 
 
 def test_a_feed_of_no_dimensions_has_a_shape() -> None:

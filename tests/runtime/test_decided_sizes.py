@@ -17,7 +17,7 @@ from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime import executor as executors
 from amp_transpiler.runtime.capture import check_capturable
-from tests.helpers.on_places import PLACES
+from tests.helpers.on_places import LOWERED, PLACES
 
 ROWS, WIDTH = 7, 4
 RNG = np.random.default_rng(0)
@@ -292,3 +292,11 @@ def test_products_of_no_images_are_no_gradient() -> None:
     for count in (5, 0, 3):
         (found,) = executor.run(main, {"x": images, "keep": np.arange(5) < count}, [kernel], scope)
         np.testing.assert_array_equal(found, np.full((3, 2, 3, 3), 49.0 * count))
+
+
+@pytest.mark.parametrize("place", LOWERED, ids=repr)
+def test_forecasts_of_inference_know_them_too(place: Place) -> None:
+    program = amp.Program.from_onnx(model("rows put back", "float"))
+    found = program.cost_estimate(place, {"x": (ROWS, WIDTH), "mask": (ROWS,)})
+    assert found.kernels and not found.unknown
+    assert program.memory_estimate({"x": (ROWS, WIDTH), "mask": (ROWS,)}, place).peak > 0

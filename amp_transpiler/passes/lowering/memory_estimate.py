@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from amp_transpiler.ir.decided_sizes import DecidedSizes
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import Shapes, static
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.kernel_cost import tensor_bytes
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.opdef import traits_of
@@ -159,7 +160,7 @@ def _complete(program: Graph, lowered: Lowered, shapes: dict[str, tuple[int, ...
     """Give ``lowered.tensors`` the shapes that follow from the feeds; lowering does so only where a rule needs one."""
     if all(value.shape is not None for value in lowered.tensors.values()):
         return
-    known = Shapes(program, shapes)
+    known = DecidedSizes(program, shapes)
     for name, value in lowered.tensors.items():
         if value.shape is None and program.has_var(name):
             lowered.tensors[name] = replace(value, shape=static(known[program.var(name)][1]))
