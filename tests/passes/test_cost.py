@@ -135,7 +135,9 @@ def test_sizes_that_data_decide_are_as_large_as_they_can_be() -> None:
 
 def test_sizes_that_are_not_known_are_refused() -> None:
     with pytest.raises(amp.AmpError, match="shape of tensor 'q' is not known before the run"):
-        estimate("q = SplitToSequence(x)  n = ConcatFromSequence <axis = 0> (q)  y = Relu(n)", outputs="float[64, 32] y")
+        estimate(
+            "q = SplitToSequence(x)  n = ConcatFromSequence <axis = 0> (q)  y = Relu(n)", outputs="float[64, 32] y"
+        )
 
 
 def test_a_feed_of_no_dimensions_has_a_shape() -> None:
