@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from copy import copy
 from itertools import count, pairwise, permutations
 
@@ -204,7 +204,7 @@ class DecidedSizes(Shapes):
         for time in range(TIMES):
             taken = {each[time] for each in self.found.values()} | set(numbers)
             start = least + (draw.randrange(_LEAST + least // 8) if time or self.draws else 0)
-            numbers.append(next(n for n in _primes(start) if n not in taken))
+            numbers.append(next(n for n in count(start) if n not in taken and _is_prime(n)))
         return tuple(numbers)
 
     def _apart(self) -> bool:
@@ -277,5 +277,5 @@ class DecidedSizes(Shapes):
                     )
 
 
-def _primes(start: int) -> Iterator[int]:
-    return (n for n in count(start) if all(n % d for d in range(2, math.isqrt(n) + 1)))
+def _is_prime(n: int) -> bool:
+    return all(n % d for d in range(2, math.isqrt(n) + 1))

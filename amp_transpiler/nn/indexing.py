@@ -13,7 +13,7 @@ from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.manipulation import LONGEST
 from amp_transpiler.option_checks import is_whole
 
-#: What onnxruntime's NonZero reads on every place.
+#: What onnxruntime's NonZero reads on CPU and CUDA.
 _COUNTED = ("bool", "float32", "int32", "int64")
 
 

@@ -263,10 +263,38 @@ def test_forecasts_take_all_that_may_be_found() -> None:
     assert lowered.tensors["fc_0.tmp_0"].shape is None
     assert lowered.sized is not None
     assert lowered.sized.tensors["fc_0.tmp_0"].shape == (1031, 5)  # the next prime: 1,024 have no part in sizes
-    assert main.cost_estimate(amp.CUDAPlace(0), shapes).kernels == main.cost_estimate(amp.CUDAPlace(0), shapes).kernels
+    costs = {row.operator: row.bytes for row in main.cost_estimate(amp.CUDAPlace(0), shapes).operators}
+    assert costs["MatMulGrad"] == 4 * (1031 * 8 + 1031 * 5 + 8 * 5)
     assert main.memory_estimate(shapes).activations > 1024 * 8 * 4
     with pytest.raises(PlaceError, match="cannot be captured as a CUDA graph: data decide the sizes of"):
         check_capturable(lowered, "masked")
+
+
+def budgeted(budget: int) -> tuple[amp.Program, amp.Program, amp.Variable]:
+    """Four layers on rows that a mask chooses, trained within these bytes."""
+    main, startup = amp.Program(), amp.Program()
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        x, keep = amp.data("x", [1024, 8]), amp.data("keep", [1024], "bool")
+        hidden = x[keep]
+        for _ in range(4):
+            hidden = F.tanh(amp.nn.fc(hidden, 64))
+        loss = F.mean(hidden)
+        amp.recompute(loss, memory_budget=budget)
+        amp.optimizer.SGD(0.1).minimize(loss, startup)
+    return main, startup, loss
+
+
+def test_a_budget_of_memory_counts_what_may_be_found() -> None:
+    with pytest.raises(amp.AmpError, match="within memory_budget=1000 .*the least that was found is") as said:
+        budgeted(1000)
+    least = int(str(said.value).split("the least that was found is ")[1].split()[0])
+    assert least > 2 * 1031 * 64 * 4
+    main, startup, loss = budgeted(least)
+    executor, scope = amp.Executor(threads=1), amp.Scope()
+    executor.run(startup, scope=scope)
+    feeds = {"x": np.ones((1024, 8), np.float32), "keep": np.arange(1024) < 700}
+    first, second = (executor.run(main, feeds, [loss], scope)[0] for _ in range(2))
+    assert second < first
 
 
 def test_a_size_that_is_rounded_is_refused() -> None:

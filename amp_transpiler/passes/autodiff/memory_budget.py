@@ -46,7 +46,7 @@ def working_peak(
     found_inf = program.add_variable(program.unique("found_inf"), "bool", (1,))
     program.add_operator(CHECK, [scale, *gradients], [found_inf], domain=OWN)
     lowered = lower(program, place, dict(shapes), [loss, found_inf, *gradients])
-    return max(plan(lowered).totals(), default=0)
+    return max(plan(lowered.sized or lowered).totals(), default=0)
 
 
 def within_budget(

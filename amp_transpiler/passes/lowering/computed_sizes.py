@@ -22,7 +22,7 @@ from amp_transpiler.ir.emitter import Value
 from amp_transpiler.ir.node_protos import emitted_node
 from amp_transpiler.ir.nodes import Operator, Shape
 from amp_transpiler.ir.types import NAMES, ONNX_TYPES
-from amp_transpiler.passes.lowering.lowered import Lowered, Port, Row, live, row
+from amp_transpiler.passes.lowering.lowered import Lowered, Port, Row, row
 from amp_transpiler.passes.lowering.open_sizes import OpenModel, Sized
 
 #: Powers of a size that a number may be a multiple of: a mean divides by it, a scaled product by its root.
@@ -289,13 +289,17 @@ class _Joining:
 
 def _decided_first(rows: Sequence[Row], decided: Sequence[str]) -> list[Row]:
     """The rows in an order in which the sizes that data decide are known as early as can be, one after the other."""
-    first: list[Row] = []
-    left = list(rows)
+    maker = {name: place for place, each in enumerate(rows) for name in each.makes}
+    first: dict[int, None] = {}
     for tensor in decided:
-        needed = {id(each) for each in live(left, {tensor})}
-        first += [each for each in left if id(each) in needed]
-        left = [each for each in left if id(each) not in needed]
-    return [*first, *left]
+        needed, pending = set[int](), [maker[tensor]]
+        while pending:
+            place = pending.pop()
+            if place not in first and place not in needed:
+                needed.add(place)
+                pending += [maker[name] for name in rows[place].reads if name in maker]
+        first |= dict.fromkeys(sorted(needed))
+    return [rows[place] for place in (*first, *(place for place in range(len(rows)) if place not in first))]
 
 
 def _factor(numbers: Sequence[int], sizes: Sequence[int]) -> int | None:
