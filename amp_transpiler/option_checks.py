@@ -7,6 +7,8 @@ import numbers
 from collections.abc import Iterable, Mapping, Set
 from typing import Any, TypeGuard
 
+import numpy as np
+
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.spelling import read_as
 
@@ -73,10 +75,11 @@ def whole(called: str, value: Any, least: int) -> None:
         raise ArgumentError(f"{called} is {shown(value)}; expected a whole number, at least {least}")
 
 
-def switch(called: str, value: Any) -> None:
-    """ArgumentTypeError for what is neither True nor False."""
-    if not isinstance(value, bool):
+def switch(called: str, value: Any) -> bool:
+    """``value``, which is True or False; ArgumentTypeError for all else."""
+    if not isinstance(value, bool | np.bool_):
         raise ArgumentTypeError(f"{called} is {shown(value)}; expected True or False")
+    return bool(value)
 
 
 def strings(called: str, value: Any, expected: str = "a list of names or patterns") -> tuple[str, ...]:

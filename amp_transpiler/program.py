@@ -22,6 +22,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import FORWARD, Operator, Variable
 from amp_transpiler.ir.parameter_names import names_of_parameter
 from amp_transpiler.ir.patterns import matching_names
+from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.lists import TARGET_OPSET
 from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
 from amp_transpiler.passes.canonicalize import opset
@@ -37,10 +38,9 @@ from amp_transpiler.passes.view.synchronized import mark_synchronized
 class Program(Graph):
     """A static program: operators and variables, ordered inputs and outputs, and state updates.
 
-    ``name`` is what messages call it: that of its file, or ``program_<n>`` where none is given.
-    ``updates`` maps a persistable variable to the variable whose value it takes when a step ends.
-    ``startup`` is the program that initialises the persistable variables (None for a startup program).
-    A program is its own, only block, by the names of Paddle's ``Program`` and ``Block``.
+    ``name`` is what messages call it: that of its file, or ``program_<n>`` where none is given. ``updates`` maps a
+    persistable variable to the variable whose value it takes when a step ends. ``startup`` is the program that
+    initialises these (None for a startup program). A program is its own, only block, by Paddle's names of both.
     """
 
     def __init__(self, name: str | None = None, startup: Program | None = None) -> None:
@@ -101,12 +101,12 @@ class Program(Graph):
 
     # -- places --------------------------------------------------------------------------------
     def convert_opset(self, target: int = TARGET_OPSET) -> bool:
-        """Rewrite every ai.onnx operator (nested programs too) to ``target``; True where anything changed.
+        """Rewrite every ai.onnx operator, nested ones too, to ``target`` (7 to what onnx knows); whether any changed.
 
-        GraphError names an operator that is older than opset 7, that the target does not have, or whose
-        newer form it cannot express.
+        GraphError, and an unchanged program, where an operator is older than opset 7, or ``target`` cannot express it.
         """
-        return opset.convert_opset(self, target)
+        with unchanged_on_error(self):
+            return opset.convert_opset(self, target)
 
     def lower(
         self,
@@ -116,10 +116,10 @@ class Program(Graph):
     ) -> Lowered:
         """The ONNX model that ``place`` (CPUPlace() or CUDAPlace(0)) runs; neither needs a GPU.
 
-        ``feed_shapes`` gives the shapes of feeds whose declared shape is not fixed; ``fetches`` (variables or
-        names) what the model returns beside the updated state, by default the program's outputs. The result's
-        ``to_onnx(path)`` writes the model. ArgumentError for an unknown feed, GraphError for an unknown
-        fetch or for a shape that has to be fixed and is not.
+        ``feed_shapes`` gives the shapes of feeds whose declared shape is not fixed; ``fetches`` (variables or names)
+        what the model returns beside the updated state, by default the outputs. ``to_onnx(path)`` of the result writes
+        the model. ArgumentError for an unknown feed or a shape that does not fit it, GraphError for an unknown fetch
+        or a shape that has to be fixed and is not.
         """
         return lowering.lower_for(self, place, feed_shapes, fetches)
 

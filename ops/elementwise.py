@@ -332,8 +332,9 @@ range_rule("Min")(_selected(min))
 def _clip_range(op: Operator, ranges: Ranges) -> Interval | None:
     low, high = ranges.bound(op.input(0)) or ANY
     if op.program.opset() < 11:
-        least, largest = float(op.attrs.get("min", -INF)), float(op.attrs.get("max", INF))
+        given = [(float(op.attrs.get(name, none)),) * 2 for name, none in (("min", -INF), ("max", INF))]
     else:
-        bounds = [ranges.bound(op.input(slot)) for slot in (1, 2)]
-        least, largest = (bounds[0] or ANY)[0], (bounds[1] or ANY)[1]
-    return min(max(low, least), largest), min(max(high, least), largest)
+        bounds = [(op.input(1), -INF), (op.input(2), INF)]
+        given = [(none, none) if v is None else ranges.bound(v) or ANY for v, none in bounds]
+    least, largest = given
+    return min(max(low, least[0]), largest[0]), min(max(high, least[1]), largest[1])

@@ -10,7 +10,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ListError
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import USUAL_PLACE, AutoMixedPrecisionLists, half_places, unsupported_reason
-from amp_transpiler.option_checks import choice, flag, number, shown, strings, switch
+from amp_transpiler.option_checks import choice, flag, number, shown, strings, switch, whole
 from amp_transpiler.passes.lowering.place import Place, kind_of
 from amp_transpiler.passes.pipeline import Context, Pass, Value, option
 from amp_transpiler.spelling import MODES as SPELLINGS
@@ -84,6 +84,8 @@ class ConversionOptions:
         for name in ("time_budget", "memory_budget"):
             if getattr(self, name) is not None:
                 number(self.called(name), getattr(self, name))
+        if self.memory_budget is not None:
+            whole(self.called("memory_budget"), self.memory_budget, 1)
         self._check_tolerance()
         self._put("lists", _Lists(self))
 

@@ -90,10 +90,11 @@ def convert(
             sample; ``program.conversion.verdict`` says what came of it.
         progress: called with a line when a stage begins. Where that is a run on calibration data, the line has the
             attributes ``done`` and ``total``: the number of the run, and of all at most (:class:`.auto.Stage`).
-        time_budget: seconds that one run of the model on one sample of the calibration data may take (None: 60, and
-            one more for every 2 MB of weights and data): a loop in a model may have no end.
-        memory_budget: bytes that such a run may need beyond what the process holds already (None: any number). It is
-            enforced through a limit of the whole process.
+        time_budget: seconds that one run of the model on one sample may take (None: 60 on calibration data, 8 on a
+            synthetic sample, and one more for every 2 MB of weights and data): a loop in a model may have no end.
+        memory_budget: bytes that such a run may need beyond what the process holds already (None: any number; 700 MiB
+            and 16 times the weights for the check on a synthetic sample). It is enforced through a limit of the whole
+            process: what its other threads allocate meanwhile counts as well.
 
     Returns:
         The program; ``program.conversion`` tells what was done (a :class:`.report.record.Conversion`), and its

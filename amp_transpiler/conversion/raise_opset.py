@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from amp_transpiler.conversion.conversion_options import OPTIONS
+from amp_transpiler.conversion.io_types import io_to_narrow
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.annotate import annotate
 from amp_transpiler.ir.clone import clone
@@ -21,6 +22,8 @@ from amp_transpiler.passes.view.typing import Obstacle, has_float, narrowed, ope
 _LATER = 22
 #: The opset of LayerNormalization, and others that many files have.
 _LAYER_NORM = 17
+#: The opset of casts to a type and from it; 7 is the oldest that is converted.
+_CASTS = {"float16": 7, "bfloat16": 13}
 _EARLIER = (13, _LAYER_NORM)
 _HasKernel = Callable[..., bool]
 
@@ -107,5 +110,8 @@ class RaiseOpset(Pass):
     invalidates = (Property.TARGET_OPSET,)
 
     def run(self, graph: Graph, context: Context) -> None:
-        note = raise_for(graph, context[OPTIONS].dtype, context[OPTIONS].kind)
+        options = context[OPTIONS]
+        note = raise_for(graph, options.dtype, options.kind)
         context.notes += [note] if note else []
+        if graph.opset() < _CASTS[options.dtype] and io_to_narrow(graph, options):
+            convert_opset(graph, _CASTS[options.dtype])  # inputs and outputs are cast, whatever else runs in 16 bit

@@ -47,6 +47,24 @@ def unchanged_on_error(*programs: Graph | None, objects: Iterable[object] = ()) 
         raise
 
 
+@contextmanager
+def without_leftovers(program: Graph) -> Iterator[None]:
+    """Take out what the block adds to ``program`` where it raises: operators, and variables but feeds and parameters.
+
+    It costs nothing where nothing raises, so that each call that adds an operator can have it.
+    """
+    first = program.next_key
+    try:
+        yield
+    except BaseException:
+        for op in reversed(program.added_since(first)):
+            program.remove_operator(op)
+        for v in [v for v in program.variables if v.key >= first][::-1]:
+            if not (v.is_input or v.persistable or v.readers):
+                program.remove_variable(v)
+        raise
+
+
 def _copied(value: Any) -> Any:
     return value.copy() if isinstance(value, (list, dict)) else value
 

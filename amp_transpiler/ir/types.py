@@ -81,7 +81,7 @@ def element_type(dtype: Any) -> str:
     else:
         try:
             name = np.dtype(dtype).name
-        except TypeError:
+        except (TypeError, ValueError):  # what has an attribute ``dtype`` of another kind
             name = str(dtype)
         name = _ALIASES.get(name, name)
         if name.startswith("str"):

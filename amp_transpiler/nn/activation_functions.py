@@ -17,9 +17,11 @@ from amp_transpiler.nn.building import (
     append_many,
     as_type,
     axis_of,
+    clip_bounds,
     constant,
     describe,
     fixed,
+    flag,
     fresh,
     prefixed,
     real,
@@ -27,6 +29,9 @@ from amp_transpiler.nn.building import (
     whole,
 )
 from amp_transpiler.nn.calls import function, simple
+from amp_transpiler.option_checks import choice
+
+_FORMS = ("none", "tanh")
 
 
 def _checked(call: str, x: Variable) -> Variable:
@@ -55,14 +60,17 @@ def relu6(x: Variable) -> Variable:
 def hardtanh(x: Variable, min: float = -1.0, max: float = 1.0) -> Variable:
     """``x`` within [``min``, ``max``]. ``x``: float, any shape."""
     call = "hardtanh"
-    _checked(call, x)
-    return append(call, "Clip", [x, constant(x, real(call, "min", min)), constant(x, real(call, "max", max))])
+    return append(call, "Clip", [_checked(call, x), *clip_bounds(call, x, min, max)])
 
 
 @function()
-def gelu(x: Variable, approximate: bool = False) -> Variable:
-    """x * Phi(x) (Hendrycks & Gimpel 2016); with ``approximate`` its tanh form. ``x``: float, any shape."""
-    return _one("gelu", "Gelu", x, approximate="tanh" if approximate else "none")
+def gelu(x: Variable, approximate: bool | str = False) -> Variable:
+    """x * Phi(x) (Hendrycks & Gimpel 2016); with ``approximate`` (True or "tanh"; False or "none": not) its tanh form.
+
+    ``x``: float, any shape.
+    """
+    form = approximate if isinstance(approximate, str) else _FORMS[flag("gelu", "approximate", approximate)]
+    return _one("gelu", "Gelu", x, approximate=choice("gelu: approximate", form, _FORMS))
 
 
 @function()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import re
 from collections.abc import Iterator, Sequence
@@ -19,15 +20,18 @@ from amp_transpiler.ir.context import inside
 from amp_transpiler.ir.graph import other_program
 from amp_transpiler.ir.infer import Declared, infer_operator
 from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.ir.rollback import without_leftovers
 from amp_transpiler.ir.types import ONNX_TYPES, element_type, numpy_dtype
 from amp_transpiler.lists import TARGET_OPSET
-from amp_transpiler.option_checks import is_whole
+from amp_transpiler.option_checks import is_whole, shown
 from amp_transpiler.program import Program, default_main_program
 
 #: What an operator may be given: a variable, an array (it becomes a constant), or nothing.
 Input = Variable | np.ndarray | None
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 INTEGER = ("int64", "int32")
+#: Beyond the end of every dimension, and still an int64 where a size is added to it.
+LARGEST = (1 << 62) - 1
 _INFERENCE = re.compile(r".*\[\w*InferenceError\]\s*(\(op_type:[^)]*\):\s*)?", re.DOTALL)
 
 
@@ -61,22 +65,19 @@ def append_many(
     schema = _schema(call, type_, program.opset())
     _check_types(call, schema, inputs)
     prefix = prefix or fresh(call)
-    variables = [
-        program.add_constant(f"{prefix}.const", item) if isinstance(item, np.ndarray) else item for item in inputs
-    ]
-    results = [program.new_variable(prefix) for _ in range(outputs)]
-    op = program.add_operator(type_, variables, results, attrs=attrs)
     env = Declared()
-    try:
-        infer_operator(op, env)
-    except GraphError as error:
-        program.remove_operator(op)
-        made = [v for v, item in zip(variables, inputs, strict=True) if v is not None and v is not item]
-        for variable in (*results, *made):
-            program.remove_variable(variable)
-        given = ", ".join(describe(item) for item in inputs if item is not None)
-        reason = _INFERENCE.sub("", str(error))  # what onnx says, without its own name of the operator
-        raise ArgumentError(f"{call}: {given} do not fit {type_}: {reason}") from None
+    with without_leftovers(program):
+        variables = [
+            program.add_constant(f"{prefix}.const", item) if isinstance(item, np.ndarray) else item for item in inputs
+        ]
+        results = [program.new_variable(prefix) for _ in range(outputs)]
+        op = program.add_operator(type_, variables, results, attrs=attrs)
+        try:
+            infer_operator(op, env)
+        except GraphError as error:
+            given = ", ".join(describe(item) for item in inputs if item is not None)
+            reason = _INFERENCE.sub("", str(error))  # what onnx says, without its own name of the operator
+            raise ArgumentError(f"{call}: {given} do not fit {type_}: {reason}") from None
     for variable in results:
         variable.dtype, variable.shape = env.types.get(variable.key, (None, None))
     return results
@@ -194,11 +195,13 @@ def fixed(call: str, argument: str, value: Variable, axis: int) -> int:
 
 
 def whole(call: str, argument: str, value: Any, minimum: int = 1) -> int:
-    """``value`` as an int of at least ``minimum``."""
+    """``value`` as an int of at least ``minimum``, which int64 holds."""
     if not is_whole(value):
         raise ArgumentTypeError(f"{call}: {argument} must be an integer, not {value!r}")
     if value < minimum:
-        raise ArgumentError(f"{call}: {argument} must be at least {minimum}, not {value}")
+        raise ArgumentError(f"{call}: {argument} must be at least {minimum}, not {shown(value)}")
+    if abs(value) > LARGEST:
+        raise ArgumentError(f"{call}: {argument} is {shown(value)}, more than int64 holds")
     return int(value)
 
 
@@ -206,7 +209,10 @@ def real(call: str, argument: str, value: Any) -> float:
     """``value`` as a float; ArgumentTypeError where it is no number."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (numbers.Real, np.number)):
         raise ArgumentTypeError(f"{call}: {argument} must be a number, not {value!r}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ArgumentError(f"{call}: {argument} is {shown(value)}, more than float64 holds") from None
 
 
 def flag(call: str, argument: str, value: Any) -> bool:
@@ -218,9 +224,9 @@ def flag(call: str, argument: str, value: Any) -> bool:
 
 def integers(call: str, argument: str, values: Any, minimum: int | None = None) -> list[int]:
     """A list of integers, each at least ``minimum``."""
-    if not isinstance(values, (list, tuple, np.ndarray)):
+    if not isinstance(values, (list, tuple, np.ndarray)) or not np.ndim(values):
         raise ArgumentTypeError(f"{call}: {argument} must be a list of integers, not {values!r}")
-    return [whole(call, argument, value, -(1 << 62) if minimum is None else minimum) for value in values]
+    return [whole(call, argument, value, -LARGEST if minimum is None else minimum) for value in values]
 
 
 def axes_of(call: str, axis: Any, x: Variable) -> list[int]:
@@ -261,11 +267,32 @@ def operand(call: str, value: Any, like: Variable) -> Input:
         raise ArgumentError(f"{call}: the element type of '{like.name}' is not known")
     if not isinstance(value, (numbers.Real, np.ndarray, np.generic, list, tuple)):
         raise ArgumentTypeError(f"{call}: cannot use {type(value).__name__} as an operand")
-    given = np.asarray(value)
-    array = given.astype(numpy_dtype(like.dtype))
-    if like.dtype not in FLOATING and not np.array_equal(array, given):
+    try:
+        return typed(value, like.dtype)
+    except ValueError:
         raise ArgumentError(
-            f"{call}: {value!r} is no {like.dtype}, the element type of '{like.name}'; cast the "
+            f"{call}: {shown(value)} is no {like.dtype}, the element type of '{like.name}'; cast the "
             "variable with amp.nn.functional.cast first"
-        )
+        ) from None
+
+
+def typed(value: Any, dtype: str) -> np.ndarray:
+    """Numbers as an array of this element type; ValueError where they are none, or fractions and it has integers."""
+    try:
+        given = np.asarray(value)
+        array = given.astype(numpy_dtype(dtype))
+    except (OverflowError, TypeError):  # what no integer type holds; objects
+        raise ValueError(f"no {dtype}: {shown(value)}") from None
+    if dtype not in FLOATING and not np.array_equal(array, given):
+        raise ValueError(f"no {dtype}: {shown(value)}")
     return array
+
+
+def clip_bounds(call: str, x: Variable, low: float | None, high: float | None) -> list[Input]:
+    """The bounds of a Clip of ``x``; ArgumentError for NaN, and for a lower bound above the upper one."""
+    for name, bound in (("min", low), ("max", high)):
+        if bound is not None and math.isnan(real(call, name, bound)):
+            raise ArgumentError(f"{call}: {name} is no number")
+    if low is not None and high is not None and low > high:
+        raise ArgumentError(f"{call}: min {low:g} is above max {high:g}")
+    return [None if bound is None else operand(call, bound, x) for bound in (low, high)]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 from amp_transpiler.errors import ArgumentTypeError
 from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.ir.rollback import without_leftovers
 from amp_transpiler.lists.paddle import paddle_arguments, parameter_names
 from amp_transpiler.nn.building import FLOATING, append, prefixed, variable
+from amp_transpiler.program import default_main_program
 
 Called = TypeVar("Called", bound=Callable[..., Any])
 
@@ -19,7 +22,7 @@ def function(*tables: str) -> Callable[[Called], Called]:
     """A public function of variables.
 
     It takes ``name``, the prefix of its results' names (``<name>.tmp_0``), ``input`` for ``x``, and the keywords of
-    these tables of Paddle's spelling.
+    these tables of Paddle's spelling. A call that is refused adds nothing to the program.
     """
 
     def carry(called: Called) -> Called:
@@ -27,11 +30,9 @@ def function(*tables: str) -> Callable[[Called], Called]:
 
         @wraps(called)
         def call(*args: Any, name: str | None = None, **kwargs: Any) -> Any:
-            if name is None:
-                return called(*args, **kwargs)
-            if not isinstance(name, str) or not name:
+            if name is not None and (not isinstance(name, str) or not name):
                 raise ArgumentTypeError(f"{called.__name__}: name must be a string, not {name!r}")
-            with prefixed(name):
+            with without_leftovers(default_main_program()), nullcontext() if name is None else prefixed(name):
                 return called(*args, **kwargs)
 
         both = ["nn.input", *tables] if "x" in parameters and "input" not in parameters else tables

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -72,7 +73,8 @@ def arange(start: float = 0, end: float | None = None, step: float = 1, dtype: A
     call = "arange"
     start, end = (0, start) if end is None else (start, end)
     for name, value in (("start", start), ("end", end), ("step", step)):
-        real(call, name, value)
+        if not math.isfinite(real(call, name, value)):
+            raise ArgumentError(f"{call}: {name} is {value}; expected a finite number")
     if step == 0:
         raise ArgumentError(f"{call}: a step of 0 does not move")
     integral = all(isinstance(value, numbers.Integral) for value in (start, end, step))

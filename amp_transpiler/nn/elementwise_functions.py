@@ -15,6 +15,7 @@ from amp_transpiler.nn.building import (
     append,
     append_many,
     as_type,
+    clip_bounds,
     constant,
     flag,
     fresh,
@@ -25,7 +26,7 @@ from amp_transpiler.nn.building import (
 from amp_transpiler.nn.calls import function, simple
 from amp_transpiler.ops.training.random import MASK_ID
 from amp_transpiler.ops.training.seeds import rng_state
-from amp_transpiler.option_checks import is_real
+from amp_transpiler.option_checks import choice, is_real
 from amp_transpiler.program import default_startup_program
 
 abs = simple("abs", "Abs", "Absolute value.", dtypes=None)
@@ -216,10 +217,7 @@ def clip(x: Variable, min: float | None = None, max: float | None = None) -> Var
     variable(call, "x", x)
     if min is None and max is None:
         raise ArgumentError(f"{call}: one of min and max must be given")
-    low, high = (None if b is None else real(call, name, b) for name, b in (("min", min), ("max", max)))
-    if low is not None and high is not None and low > high:
-        raise ArgumentError(f"{call}: min {low:g} is above max {high:g}")
-    return append(call, "Clip", [x, *(None if b is None else operand(call, b, x) for b in (low, high))])
+    return append(call, "Clip", [x, *clip_bounds(call, x, min, max)])
 
 
 @function()
@@ -260,8 +258,7 @@ def dropout(x: Variable, p: float = 0.5, training: bool = True, mode: str = "ups
         raise ArgumentTypeError(f"{call}: p must be a number, not {p!r}")
     if not 0 <= p < 1:
         raise ArgumentError(f"{call}: p must be in [0, 1), not {p}")
-    if mode not in ("upscale_in_train", "downscale_in_infer"):
-        raise ArgumentError(f'{call}: mode={mode!r}; known are "upscale_in_train" and "downscale_in_infer"')
+    choice(f"{call}: mode", mode, ("upscale_in_train", "downscale_in_infer"))
     training = flag(call, "training", training)
     if p == 0 or (not training and mode == "upscale_in_train"):
         return x

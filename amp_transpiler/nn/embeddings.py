@@ -14,10 +14,11 @@ from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import ONNX_TYPES
 from amp_transpiler.lists.paddle import paddle_arguments
-from amp_transpiler.nn.building import FLOATING, INTEGER, append, constant, fixed, fresh, variable, whole
+from amp_transpiler.nn.building import FLOATING, INTEGER, append, constant, fixed, flag, fresh, variable, whole
 from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.initializer import XavierUniform
 from amp_transpiler.nn.parameters import Attr, parameter, required
+from amp_transpiler.option_checks import choice
 
 
 @paddle_arguments("nn.input", "nn.weights", "nn.embedding")
@@ -76,7 +77,7 @@ def _table(call: str, size: Any, dtype: Any, param_attr: Attr, name: str, is_spa
     shape = [whole(call, "size", item) for item in size]
     required(call, "param_attr", param_attr)
     table = parameter(call, f"{name}.w_0", shape, dtype, param_attr, XavierUniform())
-    table.sparse = table.sparse or bool(is_sparse)
+    table.sparse = flag(call, "is_sparse", is_sparse) or table.sparse
     return table
 
 
@@ -107,7 +108,7 @@ def functional_embedding(
     call = "embedding"
     variable(call, "x", x, dtypes=INTEGER)
     variable(call, "weight", weight, dtypes=FLOATING, rank=2)
-    weight.sparse = weight.sparse or bool(sparse)
+    weight.sparse = flag(call, "sparse", sparse) or weight.sparse
     return _rows(call, weight, x, _padding_row(call, padding_idx, weight), fresh(call))
 
 
@@ -124,13 +125,12 @@ def functional_embedding_bag(
     call = "embedding_bag"
     _bags(call, x, offsets, mode)
     variable(call, "weight", weight, dtypes=FLOATING, rank=2)
-    weight.sparse = weight.sparse or bool(sparse)
+    weight.sparse = flag(call, "sparse", sparse) or weight.sparse
     return _bagged(call, weight, x, offsets, mode, _padding_row(call, padding_idx, weight), fresh(call))
 
 
 def _bags(call: str, x: Variable, offsets: Variable | None, mode: str) -> None:
-    if mode not in ("sum", "mean"):
-        raise ArgumentError(f'{call}: mode={mode!r}; known are "sum" and "mean"')
+    choice(f"{call}: mode", mode, ("sum", "mean"))
     variable(call, "x", x, dtypes=INTEGER, rank=2 if offsets is None else 1)
     if offsets is not None:
         variable(call, "offsets", offsets, dtypes=INTEGER, rank=1)

@@ -8,9 +8,10 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.nodes import Variable
-from amp_transpiler.nn.building import INTEGER, append, axis_of, describe, fixed, fresh, variable, whole
+from amp_transpiler.nn.building import INTEGER, LARGEST, append, axis_of, describe, fixed, flag, fresh, variable, whole
 from amp_transpiler.nn.calls import function
-from amp_transpiler.nn.manipulation import LONGEST
+from amp_transpiler.nn.creation import zeros_like
+from amp_transpiler.nn.manipulation import reached
 from amp_transpiler.option_checks import is_whole
 
 #: What onnxruntime's NonZero reads on CPU and CUDA.
@@ -53,7 +54,7 @@ def nonzero(x: Variable, as_tuple: bool = False) -> Variable | tuple[Variable, .
     call = "nonzero"
     variable(call, "x", x, dtypes=_COUNTED, min_rank=1)
     prefix, rank = fresh(call), len(x.shape or ())
-    if not as_tuple:
+    if not flag(call, "as_tuple", as_tuple):
         return _places(call, x, prefix)
     found = append(call, "NonZero", [x], prefix=prefix)
     rows = [append(call, "Gather", [found, np.array([i], np.int64)], prefix=prefix) for i in range(rank)]
@@ -127,10 +128,9 @@ def scatter(x: Variable, index: Variable, updates: Variable, overwrite: bool = T
     variable(call, "index", index, dtypes=INTEGER, rank=1)
     place = append(call, "Unsqueeze", [_int64(call, index, prefix, 1), np.array([1], np.int64)], prefix=prefix)
     variable(call, "updates", updates, dtypes=(str(variable(call, "x", x, min_rank=1).dtype),))
-    if overwrite:
+    if flag(call, "overwrite", overwrite):
         return append(call, "ScatterND", [x, place, updates], prefix=prefix)
-    zeros = append(call, "Sub", [updates, updates], prefix=prefix)
-    cleared = append(call, "ScatterND", [x, place, zeros], prefix=prefix)
+    cleared = append(call, "ScatterND", [x, place, zeros_like(updates)], prefix=prefix)
     return append(call, "ScatterND", [cleared, place, updates], attrs={"reduction": "add"}, prefix=prefix)
 
 
@@ -202,10 +202,10 @@ def _indexed(call: str, x: Variable, keys: list[Any]) -> Variable:
             continue
         if isinstance(key, slice):
             if key != slice(None):
-                bounds.append((axis, *_bounds(call, key)))
+                bounds.append((axis, *_bounds(call, key, (x.shape or ())[axis])))
         elif is_whole(key):
             start = _place(call, x, axis, int(key))
-            bounds.append((axis, start, start + 1 if start != -1 else LONGEST, 1))
+            bounds.append((axis, start, start + 1 if start != -1 else LARGEST, 1))
             dropped.append(axis)
         elif gathered is None:
             gathered = axis, _vector(call, x, axis, key)
@@ -224,20 +224,21 @@ def _indexed(call: str, x: Variable, keys: list[Any]) -> Variable:
     return y if y is not x else append(call, "Identity", [x], prefix=prefix)
 
 
-def _bounds(call: str, key: slice) -> tuple[int, int, int]:
-    """Start, end and step of a slice."""
+def _bounds(call: str, key: slice, size: object) -> tuple[int, int, int]:
+    """Start, end and step of a slice along a dimension of this size."""
     step = 1 if key.step is None else _whole(call, key.step)
     if step == 0:
         raise ArgumentError(f"{call}: a step of 0 does not move")
-    first, last = (0, LONGEST) if step > 0 else (LONGEST, -LONGEST)
+    first, last = (0, LARGEST) if step > 0 else (LARGEST, -LARGEST)
     start = first if key.start is None else _whole(call, key.start)
-    return start, last if key.stop is None else _whole(call, key.stop), step
+    stop = last if key.stop is None else _whole(call, key.stop)
+    return *reached(size, start, stop, step), step
 
 
 def _whole(call: str, value: Any) -> int:
     if not is_whole(value):
         raise ArgumentTypeError(f"{call}: the bounds and the step of a slice are integers, not {value!r}")
-    return int(value)
+    return max(-LARGEST, min(int(value), LARGEST))
 
 
 def _place(call: str, x: Variable, axis: int, index: int) -> int:

@@ -14,10 +14,11 @@ import onnx
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.nodes import OWN, Variable
-from amp_transpiler.ir.types import NAMES, element_type, numpy_dtype
+from amp_transpiler.ir.types import NAMES, element_type
 from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
+from amp_transpiler.nn.building import typed
 from amp_transpiler.ops.training.seeds import set_default_seed, startup_seed
-from amp_transpiler.option_checks import is_whole
+from amp_transpiler.option_checks import is_real, is_whole, number, shown, whole
 
 
 def set_seed(seed: int) -> None:
@@ -57,10 +58,12 @@ class Constant(Initializer):
     random = False
 
     def __init__(self, value: float = 0.0) -> None:
+        if not is_real(value):
+            raise ArgumentTypeError(f"Constant: value is {shown(value)}; expected a number (Assign takes arrays)")
         self.value = value
 
     def operator(self, shape: tuple[int, ...], dtype: str) -> tuple[str, dict[str, Any]]:
-        return "ConstantInitializer", {"value": np.asarray(self.value, numpy_dtype(dtype))}
+        return "ConstantInitializer", {"value": _held("Constant: value", self.value, dtype)}
 
 
 @paddle_arguments("nn.initializer")
@@ -68,7 +71,9 @@ class Uniform(Initializer):
     """Uniform in [``low``, ``high``)."""
 
     def __init__(self, low: float = -1.0, high: float = 1.0) -> None:
-        if not low <= high:
+        number("Uniform: low", low, -math.inf)
+        number("Uniform: high", high, -math.inf)
+        if low > high:
             raise ArgumentError(f"Uniform: low {low} is above high {high}")
         self.low, self.high = low, high
 
@@ -81,8 +86,8 @@ class Normal(Initializer):
     """Normal with this ``mean`` and standard deviation ``std``."""
 
     def __init__(self, mean: float = 0.0, std: float = 1.0) -> None:
-        if not std >= 0:
-            raise ArgumentError(f"Normal: std must not be negative, it is {std}")
+        number(f"{type(self).__name__}: mean", mean, -math.inf)
+        number(f"{type(self).__name__}: std", std, taken=True)
         self.mean, self.std = mean, std
 
     def operator(self, shape: tuple[int, ...], dtype: str) -> tuple[str, dict[str, Any]]:
@@ -126,8 +131,29 @@ class Assign(Initializer):
             assert variable.dtype is not None
             if self.array.dtype.kind not in "biuf" and element_type(self.array.dtype) != "bfloat16":
                 raise ArgumentTypeError(f"the initial value of '{variable.name}' has element type {self.array.dtype}")
-            variable.data = np.array(self.array, numpy_dtype(variable.dtype))  # a copy: later changes do not reach it
+            # a copy: later changes do not reach it
+            variable.data = _held(f"the initial value of '{variable.name}'", self.array, variable.dtype)
         super().initialize(variable)
+
+
+def _held(called: str, value: Any, dtype: str) -> np.ndarray:
+    """A copy of ``value`` in the element type of a parameter; ArgumentError where that does not hold it."""
+    try:
+        with np.errstate(over="ignore"):
+            array = typed(value, dtype)
+    except ValueError:
+        raise ArgumentError(f"{called} is {shown(value)}, which is no {dtype}") from None
+    if not np.array_equal(np.isinf(array), np.isinf(np.asarray(value))):
+        raise ArgumentError(f"{called} is {shown(value)}, beyond the range of {dtype}")
+    return array
+
+
+def _fan(called: str, given: int | None, of_shape: int) -> int:
+    """Fan in or fan out: as it is given, else that of the shape."""
+    if given is None:
+        return of_shape
+    whole(called, given, 1)
+    return int(given)
 
 
 def _fans(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -166,10 +192,12 @@ class Xavier(_Scaled):
     def __init__(self, uniform: bool = True, fan_in: int | None = None, fan_out: int | None = None) -> None:
         super().__init__(uniform)
         self.fan_in, self.fan_out = fan_in, fan_out
+        self.deviation((1, 1))  # raises for what is none
 
     def deviation(self, shape: tuple[int, ...]) -> float:
         fan_in, fan_out = _fans(shape)
-        return math.sqrt(2.0 / ((self.fan_in or fan_in) + (self.fan_out or fan_out)))
+        fans = _fan("Xavier: fan_in", self.fan_in, fan_in), _fan("Xavier: fan_out", self.fan_out, fan_out)
+        return math.sqrt(2.0 / max(sum(fans), 1))
 
 
 @paddle_arguments("nn.initializer", "nn.xavier")
@@ -195,9 +223,12 @@ class Kaiming(_Scaled):
     def __init__(self, uniform: bool = True, fan_in: int | None = None, slope: float = 0.0) -> None:
         super().__init__(uniform)
         self.fan_in, self.slope = fan_in, slope
+        number("Kaiming: slope", slope, -math.inf)
+        self.deviation((1, 1))  # raises for what is no fan in
 
     def deviation(self, shape: tuple[int, ...]) -> float:
-        return math.sqrt(2.0 / (1.0 + self.slope**2) / (self.fan_in or _fans(shape)[0]))
+        fan_in = _fan("Kaiming: fan_in", self.fan_in, _fans(shape)[0])
+        return math.sqrt(2.0 / (1.0 + self.slope**2) / max(fan_in, 1))
 
 
 @paddle_arguments("nn.kaiming", "nn.initializer")

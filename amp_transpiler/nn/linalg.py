@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.nodes import Variable
-from amp_transpiler.nn.building import FLOATING, append, fresh, variable
+from amp_transpiler.nn.building import FLOATING, append, flag, fresh, variable
 from amp_transpiler.nn.calls import function
 
 
@@ -17,8 +17,9 @@ def matmul(x: Variable, y: Variable, transpose_x: bool = False, transpose_y: boo
     call = "matmul"
     operands = []
     for name, value, transposed in (("x", x, transpose_x), ("y", y, transpose_y)):
-        variable(call, name, value, min_rank=2 if transposed else 1)
-        if transposed:
+        turned = flag(call, f"transpose_{name}", transposed)
+        variable(call, name, value, min_rank=2 if turned else 1)
+        if turned:
             rank = len(value.shape or ())
             value = append("transpose", "Transpose", [value], attrs={"perm": [*range(rank - 2), rank - 1, rank - 2]})
         operands.append(value)

@@ -11,6 +11,7 @@ import numpy as np
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.nn.building import (
+    LARGEST,
     Input,
     append,
     append_many,
@@ -26,9 +27,7 @@ from amp_transpiler.nn.building import (
 )
 from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.windows import LAYOUTS, channels_last
-
-#: Beyond the end of every dimension.
-LONGEST = (1 << 62) - 1
+from amp_transpiler.option_checks import choice
 
 
 def _ints(call: str, argument: str, values: Any, minimum: int | None = None) -> np.ndarray:
@@ -97,7 +96,7 @@ def squeeze(x: Variable, axis: int | Sequence[int] | None = None) -> Variable:
     if axis is None:
         axis = [i for i, size in enumerate(variable(call, "x", x, min_rank=1).shape or ()) if size == 1]
     if isinstance(axis, (list, tuple)) and not axis:
-        return append(call, "Identity", [x])
+        return append(call, "Identity", [variable(call, "x", x)])
     return append(call, "Squeeze", [x, np.array(axes_of(call, axis, x), np.int64)])
 
 
@@ -156,7 +155,11 @@ def split(x: Variable, num_or_sections: int | Sequence[int], axis: int = 0) -> l
 def slice(
     x: Variable, axes: Sequence[int], starts: Sequence[int], ends: Sequence[int], steps: Sequence[int] | None = None
 ) -> Variable:
-    """``x[start:end:step]`` on each of ``axes``, with python's meaning of negative and large numbers."""
+    """``x[start:end:step]`` on each of ``axes``, with python's meaning of negative and large numbers.
+
+    A step backwards from before the first element gives nothing, where the size is known while building; else, as
+    ONNX has it, the first element counts as the start.
+    """
     call = "slice"
     places = [axis_of(call, a, x, "axes") for a in _ints(call, "axes", axes).tolist()]
     if len(set(places)) != len(places):
@@ -167,8 +170,16 @@ def slice(
         raise ArgumentError(f"{call}: axes, starts, ends and steps must be equally long")
     if (strides == 0).any():
         raise ArgumentError(f"{call}: a step of 0 does not move")
+    for i, (place, stride) in enumerate(zip(places, strides.tolist(), strict=True)):
+        values[0][i], values[1][i] = reached((x.shape or ())[place], int(values[0][i]), int(values[1][i]), stride)
     inputs: list[Input] = [x, *values, np.array(places, np.int64)]
     return append(call, "Slice", inputs if steps is None else [*inputs, strides])
+
+
+def reached(size: object, start: int, end: int, step: int) -> tuple[int, int]:
+    """Start and end for Slice, to which a step backwards from before the first element of ``size`` starts at it."""
+    before = isinstance(size, int) and step < 0 and start + size < 0
+    return (0, 0) if before else (start, end)
 
 
 @function()
@@ -179,7 +190,7 @@ def strided_slice(
     call = "strided_slice"
     last, steps = _ints(call, "ends", ends), _ints(call, "strides", strides)
     if len(last) == len(steps):
-        last = np.where((last == -1) & (steps < 0), -LONGEST, last)
+        last = np.where((last == -1) & (steps < 0), -LARGEST, last)
     return slice(x, axes, starts, last.tolist(), steps.tolist())
 
 
@@ -274,7 +285,7 @@ def flip(x: Variable, axis: int | Sequence[int]) -> Variable:
     call = "flip"
     axes = axes_of(call, axis, x)
     count = len(axes)
-    return slice(x, axes, [-1] * count, [-LONGEST] * count, [-1] * count)
+    return slice(x, axes, [-1] * count, [-LARGEST] * count, [-1] * count)
 
 
 @function()
@@ -288,8 +299,8 @@ def roll(x: Variable, shifts: int | Sequence[int], axis: int | Sequence[int] | N
     if axis is None:
         shape = [fixed(call, "x", x, i) for i in range(len(variable(call, "x", x).shape or ()))]
         return reshape(roll(reshape(x, [-1]), shifts, 0), shape)
-    if isinstance(axis, Sequence):
-        moves = list(shifts) if isinstance(shifts, Sequence) else [shifts]
+    if isinstance(axis, (list, tuple)):
+        moves = list(shifts) if isinstance(shifts, (list, tuple)) else [shifts]
         if len(moves) != len(axis):
             raise ArgumentError(f"{call}: {len(moves)} shifts for {len(axis)} dimensions; give one for each")
         for shift, one in zip(moves, axis, strict=True):
@@ -297,7 +308,7 @@ def roll(x: Variable, shifts: int | Sequence[int], axis: int | Sequence[int] | N
         return x
     at = axis_of(call, axis, x)
     size = fixed(call, "x", x, at)
-    count = whole(call, "shifts", shifts, -LONGEST) % size
+    count = whole(call, "shifts", shifts, -LARGEST) % size
     if not count:
         return append(call, "Identity", [x])
     prefix = fresh(call)
@@ -308,7 +319,7 @@ def roll(x: Variable, shifts: int | Sequence[int], axis: int | Sequence[int] | N
 
 def _triangle(call: str, x: Variable, diagonal: int, upper: int) -> Variable:
     variable(call, "x", x, min_rank=2)
-    offset = np.array(whole(call, "diagonal", diagonal, -LONGEST), np.int64)
+    offset = np.array(whole(call, "diagonal", diagonal, -LARGEST), np.int64)
     return append(call, "Trilu", [x, offset], attrs={"upper": upper})
 
 
@@ -339,13 +350,14 @@ def pad(
     """
     call = "pad"
     rank = len(variable(call, "x", x, min_rank=1).shape or ())
-    if mode not in _MODES:
-        raise ArgumentError(f"{call}: mode={mode!r}; known are {', '.join(_MODES)}")
+    choice(f"{call}: mode", mode, _MODES)
     image = rank - 2
     if isinstance(pad, (list, tuple)):
         widths = integers(call, "pad", pad, 0)
     else:
-        widths = [whole(call, "pad", pad, 0)] * 2 * max(image, 0)
+        widths = [whole(call, "pad", pad, 0)] * 2 * image
+        if image not in LAYOUTS:
+            raise ArgumentError(f"{call}: one number pads the axes of an image, and {describe(x)} is none")
     if len(widths) == 2 * rank:
         pairs = list(zip(widths[::2], widths[1::2], strict=True))
     elif image in LAYOUTS and len(widths) == 2 * image:
@@ -353,10 +365,8 @@ def pad(
         last = channels_last(call, None if data_format == "NCHW" else data_format, image)
         pairs = [(0, 0), *axes, (0, 0)] if last else [(0, 0), (0, 0), *axes]
     else:
-        raise ArgumentError(
-            f"{call}: pad has {len(widths)} numbers; {describe(x)} takes {2 * rank}, or {2 * image} "
-            "for the axes of an image"
-        )
+        of_image = f", or {2 * image} for the axes of an image" if image in LAYOUTS else ""
+        raise ArgumentError(f"{call}: pad has {len(widths)} numbers; {describe(x)} takes {2 * rank}{of_image}")
     array = np.array([low for low, _ in pairs] + [high for _, high in pairs], np.int64)
     inputs: list[Input] = [x, array]
     if mode == "constant":

@@ -26,6 +26,7 @@ from amp_transpiler.nn.building import (
     describe,
     fixed,
     fresh,
+    integers,
     real,
     variable,
     whole,
@@ -249,7 +250,8 @@ def functional_layer_norm(
     """Layer normalisation over the last dimensions, which have the sizes ``normalized_shape``, as ``weight`` and
     ``bias`` have, where they are given."""
     call = "layer_norm"
-    sizes = list(normalized_shape) if isinstance(normalized_shape, (list, tuple)) else [normalized_shape]
+    given = normalized_shape if isinstance(normalized_shape, (list, tuple)) else [normalized_shape]
+    sizes = integers(call, "normalized_shape", given, 1)
     variable(call, "x", x, dtypes=FLOATING, min_rank=len(sizes))
     axis = len(x.shape or ()) - len(sizes)
     if not sizes or list((x.shape or ())[axis:]) != sizes:

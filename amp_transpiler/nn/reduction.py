@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -90,9 +90,10 @@ def std(x: Variable, axis: Axis = None, unbiased: bool = True, keepdim: bool = F
 def norm(x: Variable, p: float = 2, axis: Axis = None, keepdim: bool = False) -> Variable:
     """Sum of |x| (``p`` = 1) or root of the sum of squares (``p`` = 2, also "fro"), in fp32. ``x``: float."""
     types: dict[Any, str] = {1: "ReduceL1", 2: "ReduceL2", "fro": "ReduceL2"}
-    if p not in types:
+    kind = types.get(p) if isinstance(p, Hashable) else None
+    if kind is None:
         raise ArgumentError(f'norm: p={p!r}; known are 1, 2 and "fro"')
-    return _reduce("norm", types[p], variable("norm", "x", x, dtypes=FLOATING), axis, keepdim)
+    return _reduce("norm", kind, variable("norm", "x", x, dtypes=FLOATING), axis, keepdim)
 
 
 @function()

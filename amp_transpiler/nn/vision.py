@@ -42,9 +42,9 @@ def interpolate(
     rank = len(variable(call, "x", x, dtypes=FLOATING, min_rank=3).shape or ()) - 2
     if rank not in LAYOUTS:
         raise ArgumentError(f"{call}: x {describe(x)} must have 3, 4 or 5 dimensions")
-    if mode not in ("nearest", "area") and _MODES.get(mode, (0, ""))[0] != rank:
-        known = ", ".join(["nearest", "area", *(name for name, (axes, _) in _MODES.items() if axes == rank)])
-        raise ArgumentError(f"{call}: mode={mode!r}; of an image of {rank} axes known are {known}")
+    modes = ["nearest", "area", *(name for name, (axes, _) in _MODES.items() if axes == rank)]
+    if mode not in modes:
+        raise ArgumentError(f"{call}: mode={mode!r}; of an image of {rank} axes known are {', '.join(modes)}")
     if (size is None) == (scale_factor is None):
         raise ArgumentError(f"{call}: one of size and scale_factor must be given")
     if mode == "area":

@@ -13,6 +13,7 @@ from amp_transpiler.optimizer.gradient_clip import GradientClip
 from amp_transpiler.optimizer.groups import checked_patterns, number
 from amp_transpiler.optimizer.lr import LRScheduler
 from amp_transpiler.optimizer.update_rule import Parameters
+from amp_transpiler.option_checks import switch
 from amp_transpiler.regularizer import L1Decay, L2Decay
 
 Rate = float | LRScheduler
@@ -64,13 +65,13 @@ class Momentum(Optimizer):
             name,
             weight_decay_exclude=weight_decay_exclude,
         )
-        self.lazy_mode = bool(lazy_mode)
+        self.lazy_mode = switch(f"{type(self).__name__}: lazy_mode", lazy_mode)
         self.momentum, self.rescale_grad = momentum, rescale_grad
-        self.use_nesterov = bool(use_nesterov)
+        self.use_nesterov = switch(f"{type(self).__name__}: use_nesterov", use_nesterov)
         self._attributes()  # raises for a value out of range
 
     def _attributes(self) -> dict[str, Any]:
-        return {**_momentum_of(self), "use_nesterov": bool(self.use_nesterov)}
+        return {**_momentum_of(self), "use_nesterov": self.use_nesterov}
 
 
 @paddle_arguments("optimizer.parameters", "optimizer.Lars")
@@ -161,7 +162,7 @@ class Adagrad(Optimizer):
             name,
             weight_decay_exclude=weight_decay_exclude,
         )
-        self.epsilon, self.row_wise = epsilon, bool(row_wise)
+        self.epsilon, self.row_wise = epsilon, switch(f"{type(self).__name__}: row_wise", row_wise)
         self.initial_accumulator_value = initial_accumulator_value
         self._attributes()  # raises for a value out of range
         self._accumulator((1,))
@@ -207,7 +208,7 @@ class _Adaptive(Optimizer):
             name,
             weight_decay_exclude=weight_decay_exclude,
         )
-        self.lazy_mode = bool(lazy_mode)
+        self.lazy_mode = switch(f"{type(self).__name__}: lazy_mode", lazy_mode)
         self.beta1, self.beta2, self.epsilon = beta1, beta2, epsilon
         self._attributes()  # raises for a value out of range
 
@@ -349,7 +350,7 @@ class Lamb(_Adaptive):
         *,
         weight_decay_exclude: Sequence[str] = (),
     ) -> None:
-        self.always_adapt = bool(always_adapt)
+        self.always_adapt = switch(f"{type(self).__name__}: always_adapt", always_adapt)
         super().__init__(
             learning_rate,
             beta1,
@@ -367,7 +368,7 @@ class Lamb(_Adaptive):
         )
 
     def _attributes(self) -> dict[str, Any]:
-        return super()._attributes() | {"always_adapt": bool(self.always_adapt)}
+        return super()._attributes() | {"always_adapt": self.always_adapt}
 
     def _decays(self, name: str) -> bool:
         return self.exclude_from_weight_decay_fn is None or not self.exclude_from_weight_decay_fn(name)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from amp_transpiler.errors import ArgumentError, GraphError, OrderError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError, OrderError
 from amp_transpiler.ir import context
 from amp_transpiler.ir.nodes import OWN, UPDATE, Operator, Variable
 from amp_transpiler.ir.opdef import Slots, slots_of
@@ -42,6 +42,7 @@ from amp_transpiler.optimizer.state import (
     shared_name,
     static_shape,
 )
+from amp_transpiler.option_checks import shown, switch
 from amp_transpiler.passes.autodiff.sparse_gradient import append_dense
 from amp_transpiler.program import Program, program_guard
 from amp_transpiler.regularizer import Decay, L1Decay, L2Decay, checked_decay
@@ -85,7 +86,9 @@ class UpdateRule:
         self.grad_clip = checked_clip(owner, grad_clip)
         self.parameter_list = parameter_list
         self.weight_decay_exclude = checked_patterns(owner, weight_decay_exclude)
-        self.multi_precision = bool(multi_precision)
+        self.multi_precision = switch(f"{owner}: multi_precision", multi_precision)
+        if name is not None and not isinstance(name, str):
+            raise ArgumentTypeError(f"{owner}: name is {shown(name)}; expected a string")
         self.name = name or self.type.lower()
         self._lr_step: Variable | None = None
         self._warned = False

@@ -13,8 +13,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -80,19 +80,20 @@ def within(budget: Budget) -> Iterator[None]:
     """Runs inside keep to the budget.
 
     The memory is a limit of the whole process (RLIMIT_DATA, where the system knows it), so that allocations fail
-    rather than succeed and take the machine down: for programs that own their process, such as the command line.
+    rather than succeed and take the machine down. Of blocks in several threads the widest counts, and the last that
+    ends lifts the limit.
     """
     around = _current.get()
     if around is not None and budget.memory is None:
         budget = Budget(budget.seconds, around.memory)
-    token = _current.set(budget)
-    restore = _limit_memory(budget.memory) if budget.memory is not None else None
-    try:
-        yield
-    finally:
-        _current.reset(token)
-        if restore is not None:
-            restore()
+    with ExitStack() as limited:
+        if budget.memory is not None:
+            limited.enter_context(_limits.lowered(budget.memory))
+        token = _current.set(budget)
+        try:
+            yield
+        finally:
+            _current.reset(token)
 
 
 def unbounded_optimizers() -> list[str]:
@@ -101,17 +102,42 @@ def unbounded_optimizers() -> list[str]:
     return [] if _current.get() is None else ["ConstantFolding"]
 
 
-def _limit_memory(extra: int) -> Callable[[], None] | None:
-    """Lower the soft limit of private memory to what is in use and ``extra``; gives what restores it."""
-    used = _data_size()
-    if resource is None or used is None:
-        return None
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = used + extra + _THREAD * (os.cpu_count() or 1)
-    if limit >= 2**62 or (soft != resource.RLIM_INFINITY and soft <= limit):
-        return None
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-    return lambda: resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+class _Limits:
+    """The soft limit of this process' private memory: of the blocks that want one the widest, then what it was."""
+
+    def __init__(self) -> None:
+        self.lock, self.open = threading.Lock(), list[int]()
+        self.before = -1
+
+    @contextmanager
+    def lowered(self, extra: int) -> Iterator[None]:
+        """No more than what is in use when the block begins, and ``extra`` bytes."""
+        used = _data_size()
+        if resource is None or used is None or used + extra >= 2**62:
+            yield
+            return
+        limit = used + extra + _THREAD * (os.cpu_count() or 1)
+        with self.lock:
+            if not self.open:
+                self.before = resource.getrlimit(resource.RLIMIT_DATA)[0]
+            self.open.append(limit)
+            self._put()
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.open.remove(limit)
+                self._put()
+
+    def _put(self) -> None:
+        assert resource is not None
+        wanted = [max(self.open)] if self.open else []
+        bounds = [limit for limit in (self.before, *wanted) if limit != resource.RLIM_INFINITY]
+        soft = min(bounds, default=resource.RLIM_INFINITY)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+_limits = _Limits()
 
 
 def _data_size() -> int | None:
@@ -169,8 +195,8 @@ class watched:
             self.exceeded = f"it needs more than {memory >> 20} MiB of memory"
         if self.exceeded and (error is None or isinstance(error, Exception)):
             raise ExecutionError(
-                f"{self.what} was ended: {self.exceeded}, the budget of one run; --time-budget and "
-                "--memory-budget raise it"
+                f"{self.what} was ended: {self.exceeded}, the budget of one run; time_budget and memory_budget "
+                "(--time-budget, --memory-budget) raise it"
             ) from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import subprocess
 import sys
 import time
@@ -42,7 +43,8 @@ def test_a_loop_without_end_ends_with_its_budget() -> None:
     program = amp.Program.from_onnx(onnx.parser.parse_model(FOREVER))
     start = time.perf_counter()
     with pytest.raises(
-        ExecutionError, match=r"program 'forever' was ended: it takes longer than 0\.3 seconds.*--time-budget"
+        ExecutionError,
+        match=r"program 'forever' was ended: it takes longer than 0\.3 seconds.*time_budget and memory_budget",
     ):
         with within(Budget(0.3)):
             outputs_of(program, [FEED])
@@ -53,6 +55,25 @@ def test_a_run_within_its_budget_is_left_alone() -> None:
     program = amp.Program.from_onnx(onnx.parser.parse_model(FOREVER.replace("4611686018427387904", "7")))
     with within(Budget(30.0)):
         assert outputs_of(program, [FEED])[0][0].tolist() == [-1, -1, -1, -1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_the_last_block_of_any_thread_lifts_the_limit() -> None:
+    import resource
+
+    def soft() -> int:
+        return resource.getrlimit(resource.RLIMIT_DATA)[0]
+
+    before = soft()
+    blocks = [(contextvars.Context(), within(Budget(9.0, size << 30))) for size in (64, 128)]
+    for thread, block in blocks:  # as two threads may enter and leave them
+        thread.run(block.__enter__)
+    limited = soft()
+    (first, narrow), (second, wide) = blocks
+    first.run(narrow.__exit__, None, None, None)
+    assert limited == soft() != before, "the wider one counts, and is still open"
+    second.run(wide.__exit__, None, None, None)
+    assert soft() == before
 
 
 def test_budgets_grow_with_weights_and_data() -> None:

@@ -150,6 +150,7 @@ def test_python_and_the_command_line_refuse_in_the_same_words(
         ({"check": 1}, ArgumentTypeError),
         ({"progress": "bar"}, ArgumentTypeError),
         ({"memory_budget": True}, ArgumentTypeError),
+        ({"memory_budget": 1.5}, ArgumentTypeError),
         ({"calibration": 3}, ArgumentTypeError),
     ],
 )

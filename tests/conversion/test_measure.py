@@ -332,3 +332,28 @@ def test_a_run_that_is_to_draw_anew_each_time_needs_a_state() -> None:
     program = Program.from_onnx(model(DROPS))
     with pytest.raises(amp.errors.GraphError, match="draws random numbers.*minimize"):
         Executor(CPUPlace()).run(program, feed=samples(2)[0], fetch_list=["y"], scope=Scope())
+
+
+def test_sparse_constants_are_not_compared() -> None:
+    """onnxruntime computes with them, and gives them as no array."""
+    values = onnx.numpy_helper.from_array(np.array([1, 2, 3], np.float32))
+    places = onnx.numpy_helper.from_array(np.array([0, 17, 34]))
+    kept = onnx.helper.make_sparse_tensor(values, places, [16, 16])
+    proto = model("m (float[2,16] x) => (float[2,16] y) { w = Neg(x) y = MatMul(x, w) }")
+    proto.graph.node[0].CopyFrom(onnx.helper.make_node("Constant", [], ["w"], sparse_value=kept))
+    data = {"x": np.ones((2, 16), np.float32)}
+    verdict = amp.convert(proto, calibration=data).conversion.verdict
+    assert verdict is not None and verdict.met and list(verdict.errors) == ["y"]
+
+
+def test_sequences_out_of_a_branch_are_compared_at_an_old_opset() -> None:
+    """Identity, which lowering puts before what a branch gives, takes sequences from opset 14 on."""
+    branches = [
+        f"{name}_branch = {name} () => (seq(float[2]) {name}s) {{ a = Constant<value=float[2]{{{number},2}}>() "
+        f"{name}s = SequenceConstruct(a) }}"
+        for number, name in enumerate(("then", "else"))
+    ]
+    text = f"g (bool c) => (seq(float[2]) s) {{ s = If(c) <{', '.join(branches)}> }}"
+    proto = onnx.parser.parse_model(f'<ir_version: 7, opset_import: ["" : 13]> {text}')
+    verdict = amp.convert(proto, calibration={"c": np.array(True)}).conversion.verdict
+    assert verdict is not None and verdict.met

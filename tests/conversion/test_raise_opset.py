@@ -64,3 +64,19 @@ def test_the_note_says_so() -> None:
         ("Conv", "Relu", "Neg"), "bfloat16"
     )
     assert amp.convert(program.to_onnx(), dtype="bfloat16").conversion.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("imported", "body", "dtype", "expected"),
+    [
+        ('"" : 11', "Selu(x)", "bfloat16", ("", 13)),  # nothing but the casts of inputs and outputs needs it
+        ('"" : 11', "Selu(x)", "float16", ("", 11)),
+        ('"ai.onnx.ml" : 3', "ai.onnx.ml.Binarizer(x)", "bfloat16", ("", 13)),
+        ('"ai.onnx.ml" : 3', "ai.onnx.ml.Binarizer(x)", "float16", ("", 7)),
+    ],
+)
+def test_inputs_that_become_16_bit_have_casts(imported: str, body: str, dtype: str, expected: tuple[str, int]) -> None:
+    text = f"<ir_version: 8, opset_import: [{imported}]> m (float[2] x) => (float[2] y) {{ y = {body} }}"
+    model = amp.convert(onnx.parser.parse_model(text), dtype=dtype, keep_io=False).to_onnx()
+    onnx.checker.check_model(model, full_check=True)
+    assert expected in [(each.domain, each.version) for each in model.opset_import]

@@ -132,7 +132,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "reduce axes": (lambda: F.sum(rows(), [1, -1]), r"must name each axis once"),
     "condition": (lambda: F.where(rows(), ids(), 0), r"where: condition 'rows' .* must have element type bool"),
     "uniform": (lambda: I.Uniform(2, 1), r"low 2 is above high 1"),
-    "normal": (lambda: I.Normal(0, -1), r"std must not be negative"),
+    "normal": (lambda: I.Normal(0, -1), r"std is -1; expected a number from 0 on"),
 }
 
 WRONG_TYPES: dict[str, tuple[Callable[[], Any], str]] = {

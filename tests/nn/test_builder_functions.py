@@ -27,6 +27,7 @@ def erf(x: Array) -> Array:
 FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Array, ...], Any]] = {
     "relu": (F.relu, (X,), np.maximum(X, 0)),
     "gelu": (F.gelu, (X,), X * 0.5 * (1 + erf(X / math.sqrt(2)))),
+    "gelu_none": (lambda v: F.gelu(v, approximate="none"), (X,), X * 0.5 * (1 + erf(X / math.sqrt(2)))),
     "gelu_tanh": (
         lambda v: F.gelu(v, approximate=True),
         (X,),

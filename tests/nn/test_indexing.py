@@ -31,6 +31,7 @@ KEYS: list[Any] = [
     np.s_[..., 0],
     np.s_[0, ...],
     np.s_[0, ..., 1:3],
+    np.s_[:, 4:-9:-3],
     np.s_[None],
     np.s_[:, None],
     np.s_[..., None],
@@ -64,6 +65,19 @@ def test_as_numpy(key: Any, unknown: bool) -> None:
     assert y.shape is not None and len(y.shape) == X[key].ndim
     assert unknown or tuple(y.shape) == X[key].shape
     assert without_cuda_kernel(lower(main, "cuda", {"x": X.shape}, [y, grad]).model) == []
+
+
+@pytest.mark.parametrize("key", [np.s_[:, -6:-9:-2], np.s_[-(10**30) :: -1], np.s_[:, -7:-6:-1]], ids=str)
+def test_backwards_from_before_the_first_element_is_nothing(key: Any) -> None:
+    with amp.program_guard(amp.Program(), amp.Program()), amp.unique_name.guard():
+        y = F.assign(X)[key]
+        assert tuple(y.shape or ()) == X[key].shape
+        axis = 1 if isinstance(key, tuple) else 0
+        given = key[axis] if isinstance(key, tuple) else key
+        bounds = [max(each, -100) if each is not None else -100 for each in (given.start, given.stop)]
+        z = F.slice(F.assign(X), [axis], bounds[:1], bounds[1:], [given.step])
+        found = amp.Executor(threads=1).run(fetch_list=[y, z])
+    assert [each.shape for each in found] == [X[key].shape] * 2
 
 
 def test_a_variable_as_index() -> None:

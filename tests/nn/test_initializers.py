@@ -191,7 +191,14 @@ def test_default_seed() -> None:
 
 
 def test_constants_need_no_session_and_are_what_one_gives() -> None:
-    values = [("float32", -0.0), ("float32", 0.1), ("float16", 1e6), ("bfloat16", 0.1), ("float64", 0.1), ("int64", -3)]
+    values = [
+        ("float32", -0.0),
+        ("float32", 0.1),
+        ("float16", math.inf),
+        ("bfloat16", 0.1),
+        ("float64", 0.1),
+        ("int64", -3),
+    ]
     values += [("int32", 7), ("bool", 1), ("float16", 1e-7), ("float32", math.nan)]
     main, startup = Program(), Program("startup")
     with program_guard(main, startup), unique_name.guard():
@@ -209,6 +216,28 @@ def test_constants_need_no_session_and_are_what_one_gives() -> None:
         found = scope.find_var(name)
         assert found.astype(expected.dtype).tobytes() == expected.tobytes(), name
     assert {op.type for op in startup.operators} == {"ConstantInitializer"}
+
+
+REFUSED: list[tuple[str, Callable[[], I.Initializer], str]] = [
+    ("int64", lambda: I.Constant(1.5), "Constant: value is 1.5, which is no int64"),
+    ("float16", lambda: I.Constant(1e6), "Constant: value is 1000000.0, beyond the range of float16"),
+    ("float32", lambda: I.Constant("3"), "Constant: value is '3'; expected a number"),  # type: ignore[arg-type]
+    ("float32", lambda: I.Constant([1, 2]), "expected a number .Assign takes arrays"),  # type: ignore[arg-type]
+    ("int64", lambda: I.Assign([1.7, 2.0]), "initial value of 'p' is array.*which is no int64"),
+    ("float16", lambda: I.Assign([1e6, 1.0]), "beyond the range of float16"),
+    ("float32", lambda: I.Normal(math.nan, 1), "Normal: mean is nan; expected a number"),
+    ("float32", lambda: I.TruncatedNormal(0, math.inf), "TruncatedNormal: std is inf"),
+    ("float32", lambda: I.Uniform(-math.inf, 1), "Uniform: low is -inf"),
+    ("float32", lambda: I.KaimingNormal(fan_in=-1), "Kaiming: fan_in is -1; expected a whole number, at least 1"),
+    ("float32", lambda: I.XavierNormal(fan_in=0), "Xavier: fan_in is 0"),
+    ("float32", lambda: I.XavierUniform(fan_out=2.5), "Xavier: fan_out is 2.5"),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("dtype", "made", "words"), REFUSED, ids=[words for *_, words in REFUSED])
+def test_what_no_parameter_can_hold_is_refused(dtype: str, made: Callable[[], I.Initializer], words: str) -> None:
+    with program_guard(Program(), Program()), pytest.raises(amp.AmpError, match=words):
+        nn.create_parameter([2], dtype, "p", made())
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 7), (32, 3), (128, 128)], ids=str)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 import amp_transpiler as amp
@@ -71,7 +72,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "no bound": (lambda: F.clip(image()), r"one of min and max must be given"),
     "topk": (lambda: F.topk(image(), 7), r"k=7 is more than dimension 3"),
     "pad": (lambda: F.pad(image(), [1, 1, 1]), r"pad has 3 numbers; .* takes 8, or 4"),
-    "pad mode": (lambda: F.pad(image(), 1, mode="edge"), r"mode='edge'; known are constant, reflect"),
+    "pad mode": (lambda: F.pad(image(), 1, mode="edge"), r"mode is 'edge'; expected one of constant, reflect"),
     "stack": (lambda: F.stack([image()], 5), r"axis 5 is outside the 5 dimensions"),
     "mode": (
         lambda: F.interpolate(image(), 4, mode="linear"),
@@ -85,6 +86,16 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "soft": (lambda: F.cross_entropy(image(), nn.data("y", [None, 4, 8, 5]), soft_label=True), r"must have 6 classes"),
     "dot": (lambda: F.dot(image(), nn.data("other", [1])), r"dot: .* 1 or 2 dimensions, not 4"),
+    "gelu": (lambda: F.gelu(image(), "exact"), r"gelu: approximate is 'exact'; expected one of none, tanh"),
+    "hardtanh": (lambda: F.hardtanh(image(), 2, -2), r"hardtanh: min 2 is above max -2"),
+    "NaN": (lambda: F.clip(image(), max=float("nan")), r"clip: max is no number"),
+    "one pad": (lambda: F.pad(nn.data("v", [3]), 1), r"one number pads the axes of an image, and 'v' .* is none"),
+    "line pad": (lambda: F.pad(nn.data("v", [3]), [1]), r"pad has 1 numbers; 'v' \(float32 \[3\]\) takes 2$"),
+    "beyond": (lambda: F.unsqueeze(image(), 10**30), r"axis is 10+; expected|axis is 10+, more than int64 holds"),
+    "no integers": (lambda: F.add(nn.data("j", [3], "int64"), 10**30), r"is no int64, the element type of 'j'"),
+    "strings": (lambda: F.add(image(), ["a"]), r"add: \['a'\] is no float32"),
+    "infinite": (lambda: F.arange(0, float("inf")), r"arange: end is inf; expected a finite number"),
+    "a variable as type": (lambda: F.cast(image(), nn.data("y", [3])), r"unknown element type"),
     "norm": (lambda: F.norm(image(), p=3), r"norm: p=3; known are 1, 2"),
 }
 WRONG_TYPES: dict[str, tuple[Callable[[], Any], str]] = {
@@ -99,6 +110,11 @@ WRONG_TYPES: dict[str, tuple[Callable[[], Any], str]] = {
     "training": (lambda: F.dropout(image(), 0.1, 0), r"dropout: training must be True or False, not 0"),
     "slope": (lambda: F.leaky_relu(image(), "0.1"), r"leaky_relu: negative_slope must be a number"),
     "momentum": (lambda: nn.batch_norm(image(), momentum=True), r"batch_norm: momentum must be a number, not True"),
+    "list without dimensions": (lambda: F.reshape(image(), np.array(3)), r"shape must be a list of integers"),
+    "transposed": (lambda: F.matmul((x := image()), x, False, "False"), r"transpose_y must be True or False"),
+    "overwrite": (lambda: F.scatter((x := image()), nn.data("i", [2], "int64"), x, "no"), r"overwrite must be True"),
+    "sizes": (lambda: F.layer_norm(image(), [None]), r"layer_norm: normalized_shape must be an integer, not None"),
+    "axis": (lambda: F.roll(image(), 1, "a"), r"roll: axis must be an integer, not 'a'"),
     "equation": (lambda: F.einsum(image()), r"einsum: the equation comes first"),
 }
 
@@ -123,6 +139,9 @@ def test_a_refused_layer_leaves_nothing_behind() -> None:
             lambda: nn.prelu(x, "each"),
             lambda: nn.batch_norm(x, momentum=2),
             lambda: nn.conv2d(x, 3, 3, data_format="NCL"),
+            lambda: F.argmax(x, dtype="nonsense"),
+            lambda: F.std(x, 9),
+            lambda: F.cosine_similarity(x, x, 7),
         ):
             with pytest.raises(ArgumentError):
                 call()

@@ -137,6 +137,12 @@ def test_lower_is_public(place: amp.CPUPlace | amp.CUDAPlace, tmp_path: Path) ->
         program.lower(place, feed_shapes={"z": (2, 4)})
     with pytest.raises(ArgumentTypeError, match="lower takes a place"):
         program.lower("cpu")
+    for shape in ([1, 2, 3], [-5, 4], [2, 4.5], "ab"):
+        with pytest.raises(amp.AmpError, match="lower: feed_shapes gives 'x' the shape"):
+            program.lower(place, {"x": shape})  # type: ignore[dict-item]
+    for fetches in (None, "y", [3]):
+        with pytest.raises(ArgumentTypeError, match="lower: .* variables or names"):
+            program.lower(place, {"x": (2, 4)}, fetches)  # type: ignore[arg-type]
 
 
 #: (file, feeds) of trained models with control flow, recurrence, quantisation-free detectors and classifiers.

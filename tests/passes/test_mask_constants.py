@@ -34,6 +34,28 @@ MASKS = {
 }
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_is_fetched_later_is_no_mask(level: str) -> None:
+    """A built program has no outputs: what nothing reads, its loss above all, is what it is for."""
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        x = amp.data("x", [None, 4])
+        hidden = amp.nn.fc(amp.data("z", [None, 4]), 1, bias_attr=False)
+        loss = F.mean(F.cast(hidden * 0.0, "float32")) + F.full([1], 1e5)
+        large, scores = F.minimum(x, F.full([1], 1e5)), F.full([2, 3], 70000.0)
+        lists = amp.AutoMixedPrecisionLists(custom_black_list=["Add", "Expand", "Min"])
+        optimizer = amp.decorate(amp.optimizer.SGD(0.1, multi_precision=True), lists, level=level)
+        optimizer.minimize(loss)
+    executor, scope = amp.Executor(), amp.Scope()
+    executor.run(startup, scope=scope)
+    optimizer.amp_init(amp.CPUPlace(), scope=scope)
+    feed = {"x": np.full((1, 4), 1e6, np.float32), "z": np.ones((1, 4), np.float32)}
+    found = executor.run(main, feed, [loss, large, scores], scope=scope)
+    np.testing.assert_array_equal(found[1], np.minimum(feed["x"], 1e5))
+    np.testing.assert_array_equal(found[2], np.full((2, 3), 70000.0))
+    np.testing.assert_array_equal(found[0], [1e5])
+
+
 def exported(mask: str) -> amp.Program:
     weights = ", ".join(f"{v:.3f}" for v in np.random.default_rng(0).standard_normal(16))
     return amp.Program.from_onnx(onnx.parser.parse_model(HEAD.replace("{W}", "{" + weights + "}") + MASKS[mask] + TAIL))

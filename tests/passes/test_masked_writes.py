@@ -61,6 +61,15 @@ def test_what_is_another_write_stays(name: str) -> None:
     assert_stays(amp.Program.from_onnx(model(STAYS[name])), select_by_masks)
 
 
+def test_a_mask_that_may_be_shorter_stays() -> None:
+    """Sizes without a name are not the same size: this mask picks one of two rows."""
+    program = model(WRITTEN["a row, by a mask of rows"])
+    for info in (*program.graph.input, *program.graph.output):
+        for dim in info.type.tensor_type.shape.dim[:2]:
+            dim.Clear()
+    assert_stays(amp.Program.from_onnx(program), select_by_masks)
+
+
 def test_what_is_written_is_trained() -> None:
     """A row that stands for masked tokens gets the gradient of all of them; what it replaces gets none."""
     body = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import lzma
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -30,6 +31,7 @@ OLD = {
     "Unsqueeze and Squeeze": (11, "u = Unsqueeze <axes = [0, 3]> (x) y = Squeeze <axes = [3]> (u)", ""),
     "Split by attribute": (11, "y, z = Split <axis = 1, split = [1, 3]> (x)", ""),
     "Split evenly": (13, "y, z = Split <axis = 1> (x)", ""),
+    "Split along the first axis": (10, "y, z = Split <split = [1, 1]> (x)", ""),
     "Slice": (9, "y = Slice <axes = [1, 3], starts = [1, -4], ends = [3, 100]> (x)", ""),
     "Clip": (7, "y = Clip <min = -0.5, max = 0.25> (x)", ""),
     "Clip from below": (7, "y = Clip <min = 0.1> (x)", ""),
@@ -41,6 +43,13 @@ OLD = {
     "Upsample by attribute": (8, 'y = Upsample <mode = "nearest", scales = [1.0, 1.0, 2.0, 1.0]> (x)', ""),
     "Upsample, linear": (9, 'y = Upsample <mode = "linear"> (x, s)', "float[4] s = {1, 1, 2, 2}"),
     "Resize": (10, 'y = Resize <mode = "nearest"> (x, s)', "float[4] s = {1, 1, 2, 1.5}"),
+    "Resize, smaller": (10, 'y = Resize <mode = "nearest"> (x, s)', "float[4] s = {1, 1, 0.6, 0.7}"),
+    "Resize, smaller and larger": (10, 'y = Resize <mode = "nearest"> (x, s)', "float[4] s = {1, 1, 0.6, 1.7}"),
+    "RoiAlign": (
+        10,
+        "y = RoiAlign <output_height = 2, output_width = 3, sampling_ratio = 2, spatial_scale = 0.5> (x, b, i)",
+        "float[2, 4] b = {1, 1, 6, 6, 0, 2, 9, 8}, int64[2] i = {1, 0}",
+    ),
     "Scatter": (10, "y = Scatter <axis = 1> (x, i, u)", "int64[1,1,1,2] i = {1, 0}, float[1,1,1,2] u = {5, 7}"),
     "Softmax of the last axes": (11, "y = Softmax <axis = 3> (x)", ""),
     "Softmax of flattened axes": (11, "y = Softmax (x)", ""),
@@ -99,6 +108,24 @@ def test_an_old_form_computes_the_same(name: str) -> None:
         np.testing.assert_allclose(run(after, {"x": X})[0], want, atol=1e-5)
     else:
         same(model, after, {"x": X})
+
+
+@pytest.mark.parametrize("name", [name for name in OLD if name != "GroupNormalization"])
+def test_every_opset_between_computes_the_same(name: str) -> None:
+    """A conversion raises a model to the first opset that has what it needs, not to the target alone."""
+    version, body, constants = OLD[name]
+    text = f"""<ir_version: 10, opset_import: ["" : {version}]>
+    net (float[2,4,6,6] x) => (float y) {f"<{constants}>" if constants else ""} {{ {body} }}"""
+    model = onnx.parser.parse_model(text)
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    expected = run(model, {"x": X})[0]
+    model.graph.output[0].CopyFrom(onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, expected.shape))
+    for target in range(version + 1, TARGET_OPSET):
+        program = amp.Program.from_onnx(model)
+        program.convert_opset(target)
+        after = program.to_onnx()
+        onnx.checker.check_model(after, full_check=True)
+        np.testing.assert_allclose(run(after, {"x": X})[0], expected, rtol=1e-5, atol=1e-6, err_msg=str(target))
 
 
 def test_the_format_version_is_the_first_that_has_the_target_opset() -> None:
@@ -182,6 +209,26 @@ def test_what_cannot_be_moved_is_named(version: int, body: str, complaint: str) 
 
 
 NEWEST = onnx.defs.onnx_opset_version()
+
+
+@pytest.mark.parametrize(
+    ("target", "complaint"),
+    [
+        (99, rf"target is 99, and onnx .* knows operator sets up to {NEWEST}"),
+        (6, "at least 7"),
+        (20.5, "is 20.5; expected a whole number"),
+        (None, "None; expected a whole"),
+    ],
+)
+def test_what_is_no_opset_is_refused(target: Any, complaint: str) -> None:
+    program = amp.Program.from_onnx(
+        onnx.parser.parse_model(
+            '<ir_version: 8, opset_import: ["" : 17]> net (float[3] x) => (float[3] y) { y = Neg(x) }'
+        )
+    )
+    with pytest.raises(amp.AmpError, match=complaint):
+        program.convert_opset(target)
+    assert program.opset() == 17
 
 
 @pytest.mark.parametrize("dtype", ["float", "float16", "bfloat16"])

@@ -53,6 +53,8 @@ STEPS = [
     "PRelu(X, s)",
     "Clip(X, low, high)",
     "Clip(X, low)",
+    "Clip(X, least, most)",
+    "Clip(X, most, least)",
     "Add(X, Y)",
     "Sub(X, Y)",
     "Mul(X, Y)",
@@ -92,13 +94,13 @@ def test_every_value_lies_in_its_interval(
     steps: list[tuple[str, int, int]], ends: tuple[float, float], seed: int
 ) -> None:
     low, high = sorted(float(end) + 0.0 for end in np.float32(ends))
-    names, lines = ["x"], []
+    names, lines = ["x"], ["least = ReduceMin<keepdims=0>(x) most = ReduceMax<keepdims=0>(x)"]
     for number, (step, one, other) in enumerate(steps):
         x, y = names[one % len(names)], names[other % len(names)]
         lines.append(f"t{number} = {step.replace('X', x).replace('Y', y)}")
         if not step.startswith(("Concat", "Reciprocal", "Sqrt", "Log(s", "ReduceMax")):
             names.append(f"t{number}")
-    outputs = ", ".join(f"float[N{n}] t{n}" for n in range(len(lines)))
+    outputs = ", ".join(f"float[N{n}] t{n}" for n in range(len(steps)))
     text = f"{HEAD}m (float[4,8] x, bool[4,8] c) => ({outputs}) {CONSTANTS.replace('<', '<int64 zero = {1}, ', 1)} {{ {' '.join(lines)} }}"
     model = onnx.parser.parse_model(text)
     for info in model.graph.output:
@@ -145,6 +147,8 @@ def bound(text: str, name: str, **input_ranges: tuple[float, float]) -> tuple[fl
     [
         ("m (float[2,4] x) => (float[2,4] y) { y = Softmax(x) }", (0, 1)),
         ("m (float[2,4] x) => (float[2,4] y) <float a = {-3}, float b = {5}> { y = Clip(x, a, b) }", (-3, 5)),
+        ("m (float[2,4] x, float b) => (float[2,4] y) { a = Tanh(x) y = Clip(a, b) }", (-1, math.inf)),
+        ("m (float[2,4] x, float b) => (float[2,4] y) { a = Tanh(x) y = Clip(a, , b) }", (-math.inf, 1)),
         ("m (float[2,4] x) => (float[2,4] y) { a = Tanh(x) y = Mul(a, a) }", (0, 1)),
         ("m (float[2,4] x) => (float[2,4] y) { y = Mul(x, x) }", (0, math.inf)),
         ("m (float[2,4] x) => (float[2,4] y) { a = Abs(x) y = Neg(a) }", (-math.inf, 0)),

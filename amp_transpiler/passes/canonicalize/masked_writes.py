@@ -47,13 +47,16 @@ def _repeated(updates: Variable | None) -> Variable | None:
         return None
     row = list(value.shape)
     rows = len(made.shape) == len(row) + 1 and list(made.shape[1:]) == row
-    return value if rows or all(size == 1 for size in row) else None
+    return value if (rows and None not in row) or all(size == 1 for size in row) else None
 
 
 def _fits(mask: Variable, value: Variable, x: Variable) -> bool:
-    """Whether each place takes the same number, or each row of x the same row."""
+    """Whether each place takes the same number, or each row of x the same row.
+
+    Two sizes that nobody knows may differ: a mask shorter than x is true nowhere beyond its end.
+    """
     shape, held = list(x.shape or ()), list(mask.shape or ())
-    if value.shape is None or held != shape[: len(held)]:
+    if value.shape is None or None in held or held != shape[: len(held)]:
         return False
     row = list(value.shape)
     if all(size == 1 for size in row):

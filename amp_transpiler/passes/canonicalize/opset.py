@@ -15,14 +15,19 @@ from typing import Any
 import numpy as np
 import onnx
 
-from amp_transpiler.errors import GraphError
+from amp_transpiler.errors import ArgumentError, GraphError
 from amp_transpiler.ir.decompose import decompose_operator, has_decomposition
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
+from amp_transpiler.option_checks import whole
 from amp_transpiler.passes.pipeline import Context, Pass, Property
+from amp_transpiler.passes.view.constants import content
 
+#: Before it operators broadcast by other rules.
+OLDEST = 7
 Adapter = Callable[[Operator], None]
 #: operator type -> (first version that needs no change, adapter), oldest change first.
 _ADAPTERS: dict[str, list[tuple[int, Adapter]]] = {}
@@ -32,8 +37,13 @@ def convert_opset(program: Graph, target: int = TARGET_OPSET) -> bool:
     """Rewrite every ai.onnx operator (nested programs too) to ``target``; True where anything changed.
 
     GraphError names an operator that is older than opset 7, that the target does not have, or whose
-    newer form it cannot express.
+    newer form it cannot express. ArgumentError where ``target`` is no operator set that onnx knows, from 7 on.
     """
+    whole("convert_opset: target", target, OLDEST)
+    if target > (newest := onnx.defs.onnx_opset_version()):
+        raise ArgumentError(
+            f"convert_opset: target is {target}, and onnx {onnx.__version__} knows operator sets up to {newest}"
+        )
     version = program.opset()
     if version == target:
         return False
@@ -52,7 +62,7 @@ def convert_opset(program: Graph, target: int = TARGET_OPSET) -> bool:
     return True
 
 
-def check_age(program: Graph, oldest: int = 7) -> None:
+def check_age(program: Graph, oldest: int = OLDEST) -> None:
     """GraphError where the operators of ai.onnx are older than the opset ``oldest``."""
     version = program.opset()
     if version < oldest and any(not op.domain for op in program.walk()):
@@ -158,9 +168,13 @@ def _axes(op: Operator) -> None:
     _attribute_to_input(op, "axes", 1)
 
 
-@_adapter(18, "Split")
+@_adapter(13, "Split")
 def _split(op: Operator) -> None:
     _attribute_to_input(op, "split", 1)
+
+
+@_adapter(18, "Split")
+def _split_evenly(op: Operator) -> None:
     if op.input(1) is None:
         op.attrs["num_outputs"] = len(op.outputs)
 
@@ -195,11 +209,14 @@ def _top_k(op: Operator) -> None:
     _attribute_to_input(op, "k", 1)
 
 
-@_adapter(10, "Upsample")
+@_adapter(9, "Upsample")
 def _upsample(op: Operator) -> None:
-    """Upsample is Resize with asymmetric coordinates and floor rounding."""
     _attribute_to_input(op, "scales", 1, np.float32)
-    _as_resize(op)
+
+
+@_adapter(10, "Upsample")
+def _renamed(op: Operator) -> None:
+    op.type = "Resize"
 
 
 @_adapter(20, "GridSample")
@@ -208,21 +225,58 @@ def _grid_sample(op: Operator) -> None:
         op.attrs["mode"] = {"bilinear": "linear", "bicubic": "cubic"}.get(op.attrs["mode"], op.attrs["mode"])
 
 
-@_adapter(11, "Resize")
-def _resize_10(op: Operator) -> None:
-    _as_resize(op)
-
-
-def _as_resize(op: Operator) -> None:
+@_adapter(11, "Resize", "Upsample")
+def _resize(op: Operator) -> None:
+    """The old form has asymmetric coordinates; the new one names a region of interest before the scales."""
     scales = op.input(1)
-    op.type = "Resize"
-    op.set_input(1, None)
+    op.set_input(1, _constant(op, "roi", np.zeros(0, np.float32)))
     op.set_input(2, scales)
     op.attrs["coordinate_transformation_mode"] = "asymmetric"
     if op.attrs.get("mode", "nearest") == "nearest":
-        op.attrs["nearest_mode"] = "floor"
+        _rounded(op, scales)
     elif op.attrs["mode"] == "bilinear":
         op.attrs["mode"] = "linear"
+
+
+def _rounded(op: Operator, scales: Variable | None) -> None:
+    """Places between elements: onnxruntime's kernel of the old form takes the one before them along an axis that grows,
+    and the one behind along an axis that shrinks. Resize has one way for all axes: two of them where some do either."""
+    known = None if scales is None else content(scales)
+    factors = None if known is None else as_array(known)
+    op.attrs["nearest_mode"] = "floor"
+    if factors is None or (factors >= 1).all():
+        return
+    if (factors > 1).any():
+        first, source = dict(op.attrs), op.inputs[0]
+        assert source is not None
+        shrunk = op.program.add_variable(op.program.unique(f"{source.name}.shrunk"), source.dtype)
+        smaller, larger = (
+            _constant(op, name, bound(factors, 1)) for name, bound in (("down", np.minimum), ("up", np.maximum))
+        )
+        op.program.add_operator(
+            "Resize", [source, op.inputs[1], smaller], [shrunk], attrs={**first, "nearest_mode": "ceil"}, like=op
+        )
+        op.set_input(0, shrunk)
+        op.set_input(2, larger)
+    else:
+        op.attrs["nearest_mode"] = "ceil"
+
+
+@_adapter(13, "Resize", "Upsample")
+def _no_region(op: Operator) -> None:
+    """A region of interest may be left out."""
+    roi = op.input(1)
+    if roi is not None and roi.shape == (0,):
+        for other in [op for op, _ in roi.readers]:
+            other.set_input(1, None)
+        if not roi.is_input and roi not in op.program.outputs:
+            op.program.remove_variable(roi)
+
+
+@_adapter(16, "RoiAlign")
+def _roi_align(op: Operator) -> None:
+    """Boxes lay half an element further on."""
+    op.attrs["coordinate_transformation_mode"] = "output_half_pixel"
 
 
 @_adapter(11, "Scatter")
@@ -264,12 +318,15 @@ def _scan(op: Operator) -> None:
     raise GraphError(f"operator '{op.label}' (Scan of opset 8, with a batch axis) has no form at opset {TARGET_OPSET}")
 
 
-@_adapter(14, "BatchNormalization")
-def _batch_norm(op: Operator) -> None:
-    if op.attrs.get("spatial", 1) != 1:
+@_adapter(9, "BatchNormalization")
+def _spatial(op: Operator) -> None:
+    if op.attrs.pop("spatial", 1) != 1:
         what = f"operator '{op.label}' (BatchNormalization with spatial=0)"
         raise GraphError(f"{what} has no form at opset {TARGET_OPSET}")
-    op.attrs.pop("spatial", None)
+
+
+@_adapter(14, "BatchNormalization")
+def _batch_norm(op: Operator) -> None:
     for slot in range(1, len(op.outputs)):
         if op.outputs[slot] is not None and list(_uses(op.outputs[slot])):
             raise GraphError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
-from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.dealt_rows import held_shapes
 from amp_transpiler.ir.decompose import has_decomposition
 from amp_transpiler.ir.graph import Graph
@@ -19,6 +18,7 @@ from amp_transpiler.passes.canonicalize.opset import can_convert, convert_opset
 from amp_transpiler.passes.lowering.arithmetic import Arithmetic, kernels_of
 from amp_transpiler.passes.lowering.computed_sizes import decided_error, with_computed_sizes
 from amp_transpiler.passes.lowering.emission import emit
+from amp_transpiler.passes.lowering.feed_shapes import checked_fetches, checked_shapes
 from amp_transpiler.passes.lowering.fitting import fitted
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.place import Place, arithmetic_of, check_place
@@ -36,6 +36,8 @@ LOWERED: Value[Lowered] = Value("lowered")
 _ABOVE = (1.0, 1.3, 1.7, 2.2)
 #: The first opset whose reductions all read their axes, as what stands for inner roundings has them.
 _AXES_READ = 18
+#: The opset of Identity for sequences.
+_SEQUENCES = 14
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class RuntimeOpset(Pass):
         arithmetic = context.get(WANTED, Wanted()).arithmetic
         emulated = version < _AXES_READ and arithmetic is not None and kernels_of(arithmetic) is not None
         later = traits.bodies or emulated or (version > TARGET_OPSET and traits.device)
-        if self._lacks(graph, version) or (not stays and (later or any(map(lowering_rule_of, graph.walk())))):
+        lacks = self._lacks(graph, version) or _hands_on_sequences(graph, version)
+        if lacks or (not stays and (later or any(map(lowering_rule_of, graph.walk())))):
             return TARGET_OPSET
         return NEWEST_OPSET if version > NEWEST_OPSET and can_convert(graph, NEWEST_OPSET) else version
 
@@ -83,6 +86,12 @@ class RuntimeOpset(Pass):
             for v in op.outputs[:1]
             if v is not None and v.dtype in FLOATS
         )
+
+
+def _hands_on_sequences(graph: Graph, version: int) -> bool:
+    """Whether nested graphs give sequences, before Identity takes them, which is put before what a graph gives."""
+    made = (v for op in graph.walk() if op.attrs.programs for v in op.outputs) if version < _SEQUENCES else ()
+    return any(v is not None and v.type_proto is not None and v.type_proto.HasField("sequence_type") for v in made)
 
 
 @dataclass(frozen=True)
@@ -151,9 +160,5 @@ def lower_for(
 ) -> Lowered:
     """The model that ``place`` runs, the arguments checked; see ``Program.lower``."""
     check_place(place, "lower")
-    unknown = sorted(set(feed_shapes or {}) - {v.name for v in program.inputs})
-    if unknown:
-        known = ", ".join(v.name for v in program.inputs) or "none"
-        raise ArgumentError(f"lower: '{unknown[0]}' is no feed of program '{program.name}'; its feeds are {known}")
-    targets = [program.var(v) if isinstance(v, str) else v for v in fetches]
-    return lower(program, place.kind, feed_shapes, targets, declared=True, arithmetic=arithmetic_of(place))
+    shapes, targets = checked_shapes("lower", program, feed_shapes), checked_fetches("lower", program, fetches)
+    return lower(program, place.kind, shapes, targets, declared=True, arithmetic=arithmetic_of(place))

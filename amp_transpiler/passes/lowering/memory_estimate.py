@@ -16,7 +16,7 @@ from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.lists import place_traits
 from amp_transpiler.option_checks import whole
 from amp_transpiler.passes.lowering.arena import resident
-from amp_transpiler.passes.lowering.feed_shapes import given_shapes
+from amp_transpiler.passes.lowering.feed_shapes import checked_fetches, given_shapes
 from amp_transpiler.passes.lowering.in_place import inputs_within, refusals
 from amp_transpiler.passes.lowering.liveness import Buffer, Liveness, plan
 from amp_transpiler.passes.lowering.lowered import Lowered
@@ -138,7 +138,7 @@ def lower_sized(
     ``call`` is the caller, for messages. ``rank``: where state is dealt out; by default the one that has most of it.
     """
     shapes = given_shapes(call, program, feed_shapes)
-    fetches = [program.var(v) if isinstance(v, str) else v for v in fetch_list]
+    fetches = checked_fetches(call, program, fetch_list)
     rank = fullest(program) if rank is None else rank
     updates, others = own_updates(program, lambda owner: owner in (None, rank))
     lowered = lower(

@@ -182,13 +182,14 @@ def maskable(flow: Flow, binary: frozenset[Variable]) -> dict[Variable, int]:
     """For every operand, whether all that reads it takes very low (LOW) or very high (HIGH) numbers as a mask.
 
     One sweep against the direction of the program. What the caller sees, and states of loops, never count as masks.
+    The caller may ask for what nothing reads: a loss, what a built program is for.
     """
     found: dict[Variable, int] = {}
 
     def settled(variable: Variable) -> int:
-        bits = found.get(variable, LOW | HIGH)
-        if variable in flow.fetched or variable in flow.loops:
+        if variable in flow.fetched or variable in flow.loops or _is_last(variable, flow):
             return 0
+        bits = found.get(variable, LOW | HIGH)
         for outside in (*flow.results.get(variable, ()), *flow.entries.get(variable, ())):
             bits &= settled(outside)
         return bits
@@ -206,6 +207,14 @@ def maskable(flow: Flow, binary: frozenset[Variable]) -> dict[Variable, int]:
                         bits &= flipped(settled(made), sign or 1) if is_float(made) else 0
             found[variable] = found.get(variable, LOW | HIGH) & bits
     return {variable: settled(variable) for variable in found}
+
+
+def _is_last(variable: Variable, flow: Flow) -> bool:
+    """Whether nothing reads what an operator makes; one of several outputs is merely not needed."""
+    maker = variable.producer
+    if maker is None or variable in flow.uses or variable in flow.results or variable in flow.entries:
+        return False
+    return not any(v is not None and v.readers for v in maker.outputs)
 
 
 def _ends(op: Operator, name: str, slot: int, flow: Flow) -> int | None:

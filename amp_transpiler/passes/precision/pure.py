@@ -15,6 +15,7 @@ from amp_transpiler.errors import PrecisionError
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import FORWARD, Operator
 from amp_transpiler.ir.reasons import Kind, Reason
+from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.lists.paddle import paddle_arguments
@@ -77,12 +78,13 @@ def cast_model_to_fp16(
             "them under fp16_guard(), mark the operators of an imported program with program.mark_fp16('encoder/*'), "
             "or pass use_fp16_guard=False to cast the whole program"
         )
-    saturate_masks(program, lists.dtype)
-    if numeric_guards:
-        write_lengths(program, lists, use_fp16_guard)
-    constraints = training_constraints(program, lists.dtype, like) if numeric_guards else Constraints()
-    pure = _Pure(program, lists, use_fp16_guard, constraints)
-    return apply(program, pure.decide_all(pure.decide), lists, narrow_parameters=True)
+    with unchanged_on_error(program):
+        saturate_masks(program, lists.dtype)
+        if numeric_guards:
+            write_lengths(program, lists, use_fp16_guard)
+        constraints = training_constraints(program, lists.dtype, like) if numeric_guards else Constraints()
+        pure = _Pure(program, lists, use_fp16_guard, constraints)
+        return apply(program, pure.decide_all(pure.decide), lists, narrow_parameters=True)
 
 
 class _Pure(Rules):

@@ -12,6 +12,7 @@ from __future__ import annotations
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.reasons import Kind, Reason
+from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.numerics.constraints import Constraints
@@ -57,10 +58,11 @@ def rewrite_program(
     """
     lists = AutoMixedPrecisionLists() if amp_lists is None else amp_lists
     check_program(program, lists, "rewrite_program", names_must_exist)
-    saturate_masks(program, lists.dtype)
-    constraints = training_constraints(program, lists.dtype, like) if numeric_guards else Constraints()
-    colours = _Colours(program, lists, constraints)
-    apply(program, colours.decide_all(colours.decide), lists, narrow_parameters=False)
+    with unchanged_on_error(program):
+        saturate_masks(program, lists.dtype)
+        constraints = training_constraints(program, lists.dtype, like) if numeric_guards else Constraints()
+        colours = _Colours(program, lists, constraints)
+        apply(program, colours.decide_all(colours.decide), lists, narrow_parameters=False)
 
 
 class _Colours(Rules):
