@@ -5,16 +5,14 @@ Changes of edges go through the methods here and those of :class:`~amp_transpile
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
-
-from amp_transpiler.errors import ArgumentTypeError, GraphError
+from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.adjacency import add_edge, contents, filled, predecessors, successors, trim
 from amp_transpiler.ir.attributes import Attributes
 from amp_transpiler.ir.reasons import Reason, parse
+from amp_transpiler.ir.variable_operators import PythonOperators
 from amp_transpiler.lists.paddle import paddle_attributes
 
 if TYPE_CHECKING:
@@ -27,33 +25,9 @@ OWN = "amp_transpiler"
 CAPTURE = "capture"
 
 Shape = tuple[int | str | None, ...]
-#: What may stand beside a variable: a number or array takes its element type.
-Operand: TypeAlias = "Variable | float | np.number[Any] | np.ndarray[Any, Any] | list[Any] | tuple[Any, ...]"
 
 
-@dataclass(frozen=True)
-class Arithmetic:
-    """What builds the operators behind Python's on variables: types and shapes are the layer builder's subject.
-
-    ``binary`` and ``unary`` take the name of the call, for messages, the operator type and the operands.
-    """
-
-    binary: Callable[[str, str, Any, Any], Variable]
-    unary: Callable[[str, str, Variable], Variable]
-    item: Callable[[Variable, Any], Variable]
-    cast: Callable[[Variable, Any], Variable]
-
-
-_arithmetic: Arithmetic
-
-
-def set_arithmetic(arithmetic: Arithmetic) -> None:
-    """Let ``arithmetic`` build the operators behind Python's; ``amp_transpiler.nn`` calls this when it is loaded."""
-    global _arithmetic
-    _arithmetic = arithmetic
-
-
-class Variable:
+class Variable(PythonOperators):
     """A value in a program.
 
     ``dtype`` is an element type name ("float32"), None while unknown or where the value is no tensor
@@ -133,77 +107,6 @@ class Variable:
         if len(found) > 1:
             found.sort(key=lambda use: (use[0].key, str(use[1])))
         return found
-
-    # -- python's operators ----------------------------------------------------------------------
-    #: numpy must not take ``array * variable`` apart element by element.
-    __array_ufunc__ = None
-
-    def __add__(self, other: Operand) -> Variable:
-        return _arithmetic.binary("add", "Add", self, other)
-
-    def __radd__(self, other: Operand) -> Variable:
-        return _arithmetic.binary("add", "Add", other, self)
-
-    def __sub__(self, other: Operand) -> Variable:
-        return _arithmetic.binary("subtract", "Sub", self, other)
-
-    def __rsub__(self, other: Operand) -> Variable:
-        return _arithmetic.binary("subtract", "Sub", other, self)
-
-    def __mul__(self, other: Operand) -> Variable:
-        return _arithmetic.binary("multiply", "Mul", self, other)
-
-    def __rmul__(self, other: Operand) -> Variable:
-        return _arithmetic.binary("multiply", "Mul", other, self)
-
-    def __truediv__(self, other: Operand) -> Variable:
-        return _arithmetic.binary("divide", "Div", self, other)
-
-    def __rtruediv__(self, other: Operand) -> Variable:
-        return _arithmetic.binary("divide", "Div", other, self)
-
-    def __pow__(self, other: Operand) -> Variable:
-        return _arithmetic.binary("pow", "Pow", self, other)
-
-    def __rpow__(self, other: Operand) -> Variable:
-        return _arithmetic.binary("pow", "Pow", other, self)
-
-    def __matmul__(self, other: Operand) -> Variable:
-        return _arithmetic.binary("matmul", "MatMul", self, other)
-
-    def __rmatmul__(self, other: Operand) -> Variable:
-        return _arithmetic.binary("matmul", "MatMul", other, self)
-
-    # ``Any``: what numpy declares for the other side of a comparison overlaps with anything narrower.
-    def __lt__(self, other: Any) -> Variable:
-        return _arithmetic.binary("less_than", "Less", self, other)
-
-    def __le__(self, other: Any) -> Variable:
-        return _arithmetic.binary("less_equal", "LessOrEqual", self, other)
-
-    def __gt__(self, other: Any) -> Variable:
-        return _arithmetic.binary("greater_than", "Greater", self, other)
-
-    def __ge__(self, other: Any) -> Variable:
-        return _arithmetic.binary("greater_equal", "GreaterOrEqual", self, other)
-
-    def __neg__(self) -> Variable:
-        return _arithmetic.unary("negative", "Neg", self)
-
-    def __abs__(self) -> Variable:
-        return _arithmetic.unary("abs", "Abs", self)
-
-    def __getitem__(self, key: Any) -> Variable:
-        return _arithmetic.item(self, key)
-
-    def __iter__(self) -> NoReturn:
-        raise ArgumentTypeError(
-            f"variable '{self.name}' cannot be iterated over; F.unstack gives its pieces along an axis"
-        )
-
-    def astype(self, dtype: Any) -> Variable:
-        """The variable as element type ``dtype``."""
-        return _arithmetic.cast(self, dtype)
 
     def __repr__(self) -> str:
         shape = "?" if self.shape is None else "x".join("?" if d is None else str(d) for d in self.shape)

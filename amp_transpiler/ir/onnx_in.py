@@ -275,7 +275,8 @@ class _Reader(Generic[G]):
                 attributes.keep(attribute)
         inputs = program.find_all(node.inputs)
         if None in inputs:
-            inputs = [v or self._read(frame, node, name) for v, name in zip(inputs, node.inputs, strict=True)]
+            pairs = zip(inputs, node.inputs, strict=True)
+            inputs = [self._read(frame, node, name) if v is None else v for v, name in pairs]
         op = program.add_read(node.type, inputs, outputs, attributes, node.domain and plain_domain(node.domain))
         op.name = node.name
         if not node.plain:

@@ -9,10 +9,26 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.nodes import Variable
-from amp_transpiler.nn.building import FLOATING, Input, append, describe, flag, fresh, real, variable, whole
+from amp_transpiler.ir.types import numpy_dtype
+from amp_transpiler.nn.building import (
+    FLOATING,
+    Input,
+    append,
+    describe,
+    fixed,
+    flag,
+    fresh,
+    integers,
+    real,
+    variable,
+    whole,
+)
 from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.pooling import adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d
 from amp_transpiler.nn.windows import LAYOUTS, image, numbers
+from amp_transpiler.option_checks import choice
+
+Pair = int | Sequence[int]
 
 #: Paddle's names here of the layouts of an image of one axis.
 _LINES = {"NCW": "NCL", "NWC": "NLC"}
@@ -109,3 +125,49 @@ def pixel_shuffle(x: Variable, upscale_factor: int, data_format: str = "NCHW") -
     prefix = fresh(call)
     attrs = {"blocksize": factor, "mode": "CRD"}
     return at.as_given(append(call, "DepthToSpace", [at.channels_first(prefix)], attrs=attrs, prefix=prefix), prefix)
+
+
+@function()
+def grid_sample(
+    x: Variable, grid: Variable, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool = True
+) -> Variable:
+    """Elements of an image at the places of ``grid``, -1 to 1 from one end of an axis to the other.
+
+    ``x``: float [batch, channels, height, width] or [batch, channels, depth, height, width]; ``grid``: float
+    [batch, rows, columns, (x, y)], or with a dimension and a coordinate more. ``mode``: "bilinear" or "nearest";
+    ``padding_mode``: "zeros", "border" or "reflection".
+    """
+    call = "grid_sample"
+    rank = len(variable(call, "x", x, dtypes=FLOATING, min_rank=4).shape or ())
+    variable(call, "grid", grid, dtypes=FLOATING, rank=rank)
+    attrs = {
+        "mode": {"bilinear": "linear", "nearest": "nearest"}[choice(f"{call}: mode", mode, ("bilinear", "nearest"))],
+        "padding_mode": choice(f"{call}: padding_mode", padding_mode, ("zeros", "border", "reflection")),
+        "align_corners": int(flag(call, "align_corners", align_corners)),
+    }
+    return append(call, "GridSample", [x, grid], attrs=attrs)
+
+
+@function()
+def unfold(x: Variable, kernel_sizes: Pair, strides: Pair = 1, paddings: Pair = 0, dilations: Pair = 1) -> Variable:
+    """The windows of an image, as columns: [batch, channels * height * width of a window, windows].
+
+    ``x``: float [batch, channels, height, width]. Sizes: one number for both axes, or two; ``paddings`` also four (top,
+    left, bottom, right).
+    """
+    call = "unfold"
+    channels = fixed(call, "x", variable(call, "x", x, dtypes=FLOATING, rank=4), 1)
+    kernel, steps, spread = (
+        numbers(call, name, value, 2)
+        for name, value in (("kernel_sizes", kernel_sizes), ("strides", strides), ("dilations", dilations))
+    )
+    given = list(paddings) if isinstance(paddings, (list, tuple)) else [paddings] * 4
+    pads = integers(call, "paddings", given * 2 if len(given) == 2 else given, 0)
+    if len(pads) != 4:
+        raise ArgumentError(f"{call}: paddings={paddings!r} must be one number, two or four")
+    size = kernel[0] * kernel[1]
+    picked = np.tile(np.eye(size, dtype=np.float32), (channels, 1)).reshape(channels * size, 1, *kernel)
+    attrs = {"group": channels, "strides": steps, "pads": pads, "dilations": spread}
+    prefix = fresh(call)
+    windows = append(call, "Conv", [x, picked.astype(numpy_dtype(str(x.dtype)))], attrs=attrs, prefix=prefix)
+    return append(call, "Reshape", [windows, np.array([0, channels * size, -1], np.int64)], prefix=prefix)

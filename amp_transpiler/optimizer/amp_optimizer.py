@@ -37,7 +37,7 @@ from amp_transpiler.optimizer.step_passes import (
     unscaled,
     update_passes,
 )
-from amp_transpiler.optimizer.step_pieces import check_none_idle, checked_losses, listed
+from amp_transpiler.optimizer.step_pieces import Losses, check_none_idle, checked_losses, listed
 from amp_transpiler.optimizer.step_state import Ready, Stage, Step
 from amp_transpiler.optimizer.update_rule import UpdateRule
 from amp_transpiler.passes.autodiff.backward import Wanted, check_loss, wanted_gradients
@@ -50,8 +50,6 @@ from amp_transpiler.passes.view.given import LISTS, LOSS
 from amp_transpiler.program import Program, program_guard, program_of
 from amp_transpiler.runtime.cast_parameters import cast_parameters_to_fp16
 from amp_transpiler.runtime.scope import Scope
-
-Losses = Variable | Sequence[Variable]
 
 
 class OptimizerWithMixedPrecision:

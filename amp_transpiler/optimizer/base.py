@@ -15,7 +15,6 @@ from amp_transpiler.optimizer.pairs import (
     Names,
     ParamsGrads,
     called,
-    checked_loss,
     checked_pairs,
     without_none,
 )
@@ -23,6 +22,7 @@ from amp_transpiler.optimizer.policy import POLICIES, get_global_policy
 from amp_transpiler.optimizer.rank_agreement import appended
 from amp_transpiler.optimizer.rank_means import all_reduced
 from amp_transpiler.optimizer.state import appending
+from amp_transpiler.optimizer.step_pieces import Losses, checked_losses, summed
 from amp_transpiler.optimizer.update_rule import UpdateRule
 from amp_transpiler.passes.autodiff.backward import append_gradients, check_loss, wanted_gradients
 from amp_transpiler.passes.canonicalize.standard_form import standardize
@@ -68,7 +68,7 @@ class Optimizer(UpdateRule):
     @paddle_arguments("optimizer.minimize")
     def minimize(
         self,
-        loss: Variable,
+        loss: Losses,
         startup_program: Program | None = None,
         parameter_list: Sequence[Variable | str] | None = None,
         no_grad_set: Names | None = None,
@@ -76,7 +76,8 @@ class Optimizer(UpdateRule):
         pre_allreduce_callbacks: Sequence[Callback] | None = None,
         post_allreduce_callbacks: Sequence[Callback] | None = None,
     ) -> tuple[list[Operator], ParamsGrads]:
-        """Append the backward pass of ``loss`` (a float scalar) and the update of every parameter it depends on.
+        """Append the backward pass of ``loss`` (a float scalar, or a list of them, whose gradients add up) and the
+        update of every parameter that it depends on.
 
         New state is initialised in ``startup_program`` (default: that of the loss's program). Callbacks get
         [(parameter, gradient)] and return such a list: ``pre_allreduce_callbacks`` of this rank's gradients,
@@ -99,10 +100,11 @@ class Optimizer(UpdateRule):
             )
             self._mixed_precision = mixed
             return done
-        with appending(program_of(checked_loss(loss)), startup_program, *self.parts) as startup:
+        losses = checked_losses(loss)
+        with appending(program_of(losses[0]), startup_program, *self.parts) as startup:
             self._mixed_precision = None
-            params_grads = self._gradients(loss, parameter_list, no_grad_set)
-            with program_guard(program_of(loss), startup):
+            params_grads = self._gradients(losses, parameter_list, no_grad_set)
+            with program_guard(program_of(losses[0]), startup):
                 params_grads = called(pre_allreduce_callbacks, params_grads, "pre_allreduce_callbacks")
                 means = called(post_allreduce_callbacks, _of_all_ranks(params_grads), "post_allreduce_callbacks")
             return self.append_updates(means, startup), params_grads
@@ -110,32 +112,34 @@ class Optimizer(UpdateRule):
     @paddle_arguments("optimizer.minimize", "optimizer.backward")
     def backward(
         self,
-        loss: Variable,
+        loss: Losses,
         startup_program: Program | None = None,
         parameter_list: Sequence[Variable | str] | None = None,
         no_grad_set: Names | None = None,
     ) -> ParamsGrads:
-        """Append the gradients of ``loss``; returns [(parameter, gradient)].
+        """Append the gradients of ``loss``, or of the sum of a list of losses; returns [(parameter, gradient)].
 
-        A warning names the trainable parameters that the loss does not depend on.
+        A warning names the trainable parameters that the losses do not depend on.
         """
-        with appending(program_of(checked_loss(loss)), startup_program):
-            return self._gradients(loss, parameter_list, no_grad_set)
+        losses = checked_losses(loss)
+        with appending(program_of(losses[0]), startup_program):
+            return self._gradients(losses, parameter_list, no_grad_set)
 
     def _gradients(
-        self, loss: Variable, parameter_list: Sequence[Variable | str] | None, no_grad_set: Names | None
+        self, losses: Sequence[Variable], parameter_list: Sequence[Variable | str] | None, no_grad_set: Names | None
     ) -> ParamsGrads:
-        program = check_loss(loss)
+        program = program_of(losses[0])
+        for each in losses:
+            check_loss(each)
         listed = self.parameter_list if parameter_list is None else parameter_list
         wanted = wanted_gradients(program, thawed(listed) if isinstance(listed, list) else listed, no_grad_set)
         standardize(program)
-        return appended([loss], wanted, lambda some: append_gradients(loss, some, [loss]), lambda: None, no_grad_set)
+        loss = summed(losses)
+        return appended(losses, wanted, lambda some: append_gradients(loss, some, losses), lambda: None, no_grad_set)
 
-    def apply_optimize(
-        self, loss: Variable, startup_program: Program | None, params_grads: GivenGrads
-    ) -> list[Operator]:
+    def apply_optimize(self, loss: Losses, startup_program: Program | None, params_grads: GivenGrads) -> list[Operator]:
         """``apply_gradients``, with new state initialised in ``startup_program``."""
-        checked_loss(loss)
+        checked_losses(loss)
         return self._apply(params_grads, startup_program)
 
     def apply_gradients(self, params_grads: GivenGrads) -> list[Operator]:

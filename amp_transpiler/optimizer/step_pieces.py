@@ -13,6 +13,9 @@ from amp_transpiler.optimizer.update_rule import UpdateRule
 from amp_transpiler.passes.autodiff.backward import listed_parameters
 from amp_transpiler.program import Program
 
+#: One loss or several.
+Losses = Variable | Sequence[Variable]
+
 
 def checked_losses(loss: Any) -> list[Variable]:
     """One loss or several, all of one program; errors for anything else."""
@@ -33,6 +36,16 @@ def wide_loss(loss: Variable) -> Variable:
     wide = loss.program.add_variable(loss.program.unique(f"{loss.name}.cast_fp32"), "float32", loss.shape)
     loss.program.add_operator("Cast", [loss], [wide], attrs={"to": ONNX_TYPES["float32"]})
     return wide
+
+
+def summed(losses: Sequence[Variable]) -> Variable:
+    """The loss, or the sum of several in fp32."""
+    if len(losses) == 1:
+        return losses[0]
+    program, wide = losses[0].program, [wide_loss(loss) for loss in losses]
+    total = program.add_variable(program.unique(f"{losses[0].name}@SUM"), "float32", wide[0].shape)
+    program.add_operator("Sum", wide, [total])
+    return total
 
 
 def made_of(sources: Collection[Variable]) -> set[Variable]:

@@ -38,8 +38,10 @@ class Ready:
         """None: the step of ``program`` begins here. OrderError: the program has gradients."""
         if any(op.role == BACKWARD for op in program.operators):
             raise OrderError(
-                f"program '{program.name}' has gradients already, and takes no other precision; minimize "
-                "a program once, or build it anew"
+                f"program '{program.name}' has gradients already, and takes no other precision; minimize a program "
+                "once, or build it anew. Several optimizers of one program are decorated together, and share the loss "
+                "scale: optimizer = decorate([one, other]); pairs = optimizer.backward(loss) + "
+                "optimizer.backward(other_loss); optimizer.apply_gradients(pairs)"
             )
         return None
 

@@ -253,7 +253,7 @@ class UpdateRule:
             master = create_master(program, startup, parameter)
         elif parameter.dtype in HALF:
             self.warn_low_precision(f"parameter '{parameter.name}' is {parameter.dtype}")
-        prefix = (master or parameter).name
+        prefix = (parameter if master is None else master).name
         accumulators = [
             create_state(
                 program,

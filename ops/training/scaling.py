@@ -155,7 +155,7 @@ def gate(e: Emitter, found_inf: Value | None) -> Gate:
 
 
 def _check_types(op: Operator) -> Types:
-    return [("bool", (1,)), *((master_type(g.dtype), g.shape) if g else None for g in op.inputs[1:])]
+    return [("bool", (1,)), *(None if g is None else (master_type(g.dtype), g.shape) for g in op.inputs[1:])]
 
 
 @lowering_rule(

@@ -69,7 +69,7 @@ def state(program: Program) -> list[object]:
     """Everything that a precision pass may change."""
     found: list[object] = []
     for op in program.walk():
-        slots = [[v and (v.name, v.dtype) for v in side] for side in (op.inputs, op.outputs)]
+        slots = [[None if v is None else (v.name, v.dtype) for v in side] for side in (op.inputs, op.outputs)]
         found.append((op.full_type, op.name, *slots, op.precision, op.reason))
     return found
 

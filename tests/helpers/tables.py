@@ -74,7 +74,9 @@ class Recommender:
         return [self.run(self.feed(step, ids)) for step in steps]
 
     def run(self, feed: dict[str, np.ndarray], fetch: Any = None) -> Any:
-        return self.exe.run(self.main, feed=feed, fetch_list=[fetch or self.loss], scope=self.scope)[0].copy()
+        return self.exe.run(self.main, feed=feed, fetch_list=[self.loss if fetch is None else fetch], scope=self.scope)[
+            0
+        ].copy()
 
     def state(self) -> dict[str, bytes]:
         """What is kept of parameters, masters and moments, bit for bit."""

@@ -241,7 +241,7 @@ def test_constants_take_the_element_type() -> None:
         for dtype in ("float16", "bfloat16", "float64", "int64"):
             x = nn.data(dtype, [2], dtype)
             assert (x * 2).dtype == dtype and (3 - x).dtype == dtype
-    assert all(v.dtype == op.inputs[0].dtype for op in main.operators for v in op.inputs if v and op.inputs[0])
+    assert all(v.dtype == op.input(0).dtype for op in main.operators for v in op.inputs if v is not None)
 
 
 def test_equality_is_identity() -> None:

@@ -46,15 +46,15 @@ def initial(build: Callable[[], None], seed: int = 0) -> dict[str, Array]:
 
 
 def test_uniform_initializer_is_the_words_of_its_name() -> None:
-    found = initial(lambda: nn.create_parameter([30, 70], "float32", "w", I.Uniform(-2, 3)) and None, seed=11)["w"]
+    found = initial(lambda: nn.create_parameter([30, 70], "float32", "w", I.Uniform(-2, 3)) is None, seed=11)["w"]
     u = (Words.bits(2100, 11, 2**32 - 1, R.stream_of("w")) >> np.uint32(8)).astype(np.float32) / 2**24
     np.testing.assert_array_equal(found.ravel(), u * np.float32(5) + np.float32(-2))
 
 
 def test_truncated_normal_is_the_inverse_of_its_distribution() -> None:
-    found = initial(
-        lambda: nn.create_parameter([50, 40], "float32", "w", I.TruncatedNormal(1.0, 0.5)) and None, seed=3
-    )["w"]
+    found = initial(lambda: nn.create_parameter([50, 40], "float32", "w", I.TruncatedNormal(1.0, 0.5)) is None, seed=3)[
+        "w"
+    ]
     u = (Words.bits(2000, 3, 2**32 - 1, R.stream_of("w")) >> np.uint32(8)).astype(np.float64) / 2**24
     law = NormalDist()
     low, high = law.cdf(-2), law.cdf(2)
@@ -141,7 +141,7 @@ def test_initial_values_do_not_depend_on_other_parameters() -> None:
     ],
 )
 def test_scaled_initializers(initializer: I.Initializer, deviation: float, uniform: bool) -> None:
-    found = initial(lambda: nn.create_parameter([100, 200], "float32", "w", initializer) and None)["w"]
+    found = initial(lambda: nn.create_parameter([100, 200], "float32", "w", initializer) is None)["w"]
     assert abs(found.std() / deviation - 1) < 0.03 and abs(found.mean()) < 5 * deviation / math.sqrt(found.size)
     limit = math.sqrt(3) * deviation
     assert (np.abs(found).max() <= limit * 1.0001) == uniform
@@ -149,7 +149,7 @@ def test_scaled_initializers(initializer: I.Initializer, deviation: float, unifo
 
 def test_filter_fans() -> None:
     """[out, in / groups, height, width]: fan in is in / groups * height * width."""
-    found = initial(lambda: nn.create_parameter([64, 8, 3, 3], "float32", "w", I.KaimingNormal()) and None)["w"]
+    found = initial(lambda: nn.create_parameter([64, 8, 3, 3], "float32", "w", I.KaimingNormal()) is None)["w"]
     assert abs(found.std() / math.sqrt(2 / 72) - 1) < 0.03
 
 

@@ -333,7 +333,12 @@ def described(build: Callable[[dict[str, Any]], Any]) -> list[tuple[Any, ...]]:
     with building() as (main, _):
         build({name: nn.data(name, shape, dtype) for name, (shape, dtype) in DATA.items()})
     return [
-        (op.type, dict(op.attrs), [v and v.shape for v in op.inputs], [v and v.dtype for v in op.outputs])
+        (
+            op.type,
+            dict(op.attrs),
+            [getattr(v, "shape", None) for v in op.inputs],
+            [getattr(v, "dtype", None) for v in op.outputs],
+        )
         for op in main.operators
     ] + [(v.name, v.shape) for v in main.parameters]
 

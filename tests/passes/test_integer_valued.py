@@ -20,7 +20,7 @@ def kept(text: str) -> dict[str, str]:
         parameter.persistable = parameter.trainable = False
     constraints = Constraints()
     keep_integer_valued(program, constraints)
-    return {str(op.outputs[0] and op.outputs[0].name): str(reason) for op, reason in constraints.operators.items()}
+    return {getattr(op.outputs[0], "name", ""): str(reason) for op, reason in constraints.operators.items()}
 
 
 CASES = {

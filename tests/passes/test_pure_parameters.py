@@ -108,7 +108,7 @@ def test_the_rows_of_a_tied_table_keep_their_type_where_their_name_is_black() ->
     lists = AutoMixedPrecisionLists(custom_black_varnames=["g"])
     assert cast_model_to_fp16(p, lists, use_fp16_guard=False) == {"e", "table"}
     assert (p.var("g").dtype, p.var("g.fp16").dtype, p.var("table").dtype) == ("float32", "float16", "float16")
-    assert [v.name for v in p.operators[0].outputs if v] == ["g.fp16"]
+    assert [v.name for v in p.operators[0].outputs if v is not None] == ["g.fp16"]
 
 
 def test_a_parameter_that_only_a_nested_graph_reads() -> None:

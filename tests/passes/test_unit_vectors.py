@@ -138,7 +138,9 @@ def kinds(program: amp.Program) -> list[str]:
 
 def test_in_training_it_is_float16_without_casts() -> None:
     program = trained()
-    names = [v.name for op in program.operators if op.type in ("ReduceL2", "Max", "Div") for v in op.outputs if v]
+    names = [
+        v.name for op in program.operators if op.type in ("ReduceL2", "Max", "Div") for v in op.outputs if v is not None
+    ]
     assert {program.var(name).dtype for name in names if "GRAD" not in name} == {"float16"} and len(names) >= 3
     assert kinds(program)[:4] == ["Cast", "ReduceL2", "Max", "Div"]  # the cast of the input
 
@@ -166,7 +168,7 @@ def test_in_training_it_stays_where_not_all_of_it_is_float16(dtype: str, lists: 
 def test_cast_again_it_is_the_same() -> None:
     program = amp.Program.from_onnx(net(FORMS["normalize"]))
     amp.cast_model_to_fp16(program, use_fp16_guard=False, numeric_guards=True)
-    before = [(op.type, op.name, [v.name for v in op.outputs if v]) for op in program.operators]
+    before = [(op.type, op.name, [v.name for v in op.outputs if v is not None]) for op in program.operators]
     assert "ReduceL2" in {kind for kind, *_ in before}
     amp.cast_model_to_fp16(program, use_fp16_guard=False, numeric_guards=True)
-    assert [(op.type, op.name, [v.name for v in op.outputs if v]) for op in program.operators] == before
+    assert [(op.type, op.name, [v.name for v in op.outputs if v is not None]) for op in program.operators] == before

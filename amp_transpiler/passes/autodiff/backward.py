@@ -239,8 +239,9 @@ def _check_rule(op: Operator, rule: Gradient | None, slots: list[int], captured:
     )
     if op.attrs.programs:
         source = op.inputs[slots[0]] if slots else captured[0]
+        name = "" if source is None else source.name
         raise GradientError(
-            f"the loss depends on '{source.name if source else ''}' through '{op.label}' ({op.full_type}), which has "
+            f"the loss depends on '{name}' through '{op.label}' ({op.full_type}), which has "
             f"no gradient: {why_not_known(op)}"
         )
     if rule is None and has_decomposition(op):
@@ -253,7 +254,7 @@ def _check_rule(op: Operator, rule: Gradient | None, slots: list[int], captured:
         source = op.inputs[slots[0]]
         raise GradientError(
             f"operator '{op.label}' ({op.full_type}) lies on the path of the loss through its input "
-            f"'{source.name if source else ''}' and has no gradient rule. {way_out}"
+            f"'{'' if source is None else source.name}' and has no gradient rule. {way_out}"
         )
     reason = rule.refuse(op) if rule.refuse is not None else ""
     if reason:
@@ -265,7 +266,7 @@ def _check_rule(op: Operator, rule: Gradient | None, slots: list[int], captured:
             source = op.inputs[slot]
             raise GradientError(
                 f"operator '{op.label}' ({op.full_type}) has no gradient for its input {slot} "
-                f"('{source.name if source else ''}'). {way_out}"
+                f"('{'' if source is None else source.name}'). {way_out}"
             )
 
 

@@ -249,7 +249,8 @@ class _Emission(EmulatedStorage):
         unrounded = any(v is not None and v.name in self.keep_fp32 for v in op.outputs)
         emulation = self.cpu and found.native and not unrounded
         if emulation:
-            inputs = [self.stands_for(v, i) if v and i else None for v, i in zip(variables, inputs, strict=True)]
+            pairs = zip(variables, inputs, strict=True)
+            inputs = [None if v is None or not i else self.stands_for(v, i) for v, i in pairs]
         sizes = self.e.output_shapes
         turned = exchange(self.e, op, inputs, sizes)
         if turned is not None:

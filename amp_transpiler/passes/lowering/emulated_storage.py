@@ -43,9 +43,9 @@ class EmulatedStorage:
         """What a Transpose makes, and all that is made of it without a product: where onnxruntime may move one to."""
         found: set[Variable] = set()
         for op in self.program.walk():
-            moved = not traits_of(op).product and not found.isdisjoint(filter(None, op.inputs))
+            moved = not traits_of(op).product and not found.isdisjoint(op.inputs)
             if moved or op.full_type == "Transpose":
-                found.update(filter(None, op.outputs))
+                found.update(v for v in op.outputs if v is not None)
         return found
 
     def emulated(self, value: Value) -> Value:

@@ -71,7 +71,9 @@ def has_float(op: Operator) -> bool:
 
 def declared(op: Operator) -> Slots:
     """The types as they stand in the program."""
-    return Slots([v.dtype if v else None for v in op.inputs], [v.dtype if v else None for v in op.outputs])
+    return Slots(
+        [None if v is None else v.dtype for v in op.inputs], [None if v is None else v.dtype for v in op.outputs]
+    )
 
 
 @dataclass
@@ -136,8 +138,8 @@ def _typed(op: Operator) -> _Typed:
         op.type,
         domain,
         op.program.opset(domain),
-        tuple([v.dtype if v else None for v in op.inputs]),
-        tuple([v.dtype if v else None for v in op.outputs]),
+        tuple([None if v is None else v.dtype for v in op.inputs]),
+        tuple([None if v is None else v.dtype for v in op.outputs]),
     )
 
 
