@@ -24,7 +24,13 @@ from amp_transpiler.finetune.import_weights import (
     weights_from_constants,
 )
 from amp_transpiler.finetune.repeated import once_for_all
-from amp_transpiler.finetune.train_mode import BATCH_NORM, insert_dropout, train_batch_norm, train_dropout
+from amp_transpiler.finetune.train_mode import (
+    BATCH_NORM,
+    freeze_batch_norm,
+    insert_dropout,
+    train_batch_norm,
+    train_dropout,
+)
 from amp_transpiler.ir.metadata import FULL, INITIALIZER
 from amp_transpiler.ir.nodes import BACKWARD, FORWARD, OWN, Variable
 from amp_transpiler.ir.parameter_names import names_of_parameter
@@ -175,7 +181,8 @@ def prepare_training(
         notes += keep_root_mean_squares(program)
         notes += restore_names(program) if restore else []
         notes += shared_by_layers(program)
-        notes += train_batch_norm(program, batch_norm == "synchronized") if batch_norm != "frozen" else []
+        frozen = batch_norm == "frozen"
+        notes += freeze_batch_norm(program) if frozen else train_batch_norm(program, batch_norm == "synchronized")
         notes += train_dropout(program)
         notes += insert_dropout(program, dropout or {})
         _select(program, trainable, freeze, named)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -22,27 +22,49 @@ BATCH_NORM = ("train", "synchronized", "frozen")
 def train_batch_norm(program: Program, synchronized: bool = False) -> list[str]:
     """Let each BatchNormalization of the main graph normalise by its batch, and update its running statistics.
 
-    ``synchronized``: by the batches of all ranks.
+    ``synchronized``: by the batches of all ranks. Those that were exported in training mode have no update of theirs.
     """
     count = 0
-    for op in program.operators:
-        if op.type != "BatchNormalization" or op.domain or op.attrs.get("training_mode", 0):
-            continue
-        states = [op.input(3), op.input(4)]
-        if any(v is None or not v.persistable for v in states):
-            continue  # statistics that are computed, or folded away, are no state
+    for op, states in _running(program):
         op.attrs["training_mode"] = 1
         if synchronized:
             op.metadata[SYNCHRONIZED] = ASKED
         for slot, state in enumerate(states, 1):
-            assert state is not None
-            new = program.add_variable(program.unique(f"{state.name}@NEW"), state.dtype, state.shape)
-            op.set_output(slot, new)
+            new = op.output(slot)
+            if new is None:
+                new = program.add_variable(program.unique(f"{state.name}@NEW"), state.dtype, state.shape)
+                op.set_output(slot, new)
             state.trainable = False
             program.set_update(state, new)
         count += 1
     whose = "the batch" + (", over all ranks" if synchronized else "")
     return [f"{count} BatchNormalization train with the statistics of {whose}"] if count else []
+
+
+def freeze_batch_norm(program: Program) -> list[str]:
+    """Let each BatchNormalization that was exported in training mode normalise by its running statistics."""
+    count = 0
+    for op, _ in _running(program):
+        made = [op.output(slot) for slot in (1, 2)]
+        if op.attrs.get("training_mode", 0) and not any(
+            v is not None and (v.readers or v in program.outputs) for v in made
+        ):
+            op.attrs["training_mode"] = 0
+            for slot, variable in zip((2, 1), reversed(made), strict=True):
+                if variable is not None:
+                    op.set_output(slot, None)
+                    program.remove_variable(variable)
+            count += 1
+    return [f"{count} BatchNormalization leave training mode: running statistics are used"] if count else []
+
+
+def _running(program: Program) -> Iterator[tuple[Operator, list[Variable]]]:
+    """Each BatchNormalization whose statistics are state that nothing updates yet, and that state."""
+    for op in program.operators:
+        if op.type == "BatchNormalization" and not op.domain:
+            states = [v for v in (op.input(3), op.input(4)) if v is not None and v.persistable]
+            if len(states) == 2 and not any(state in program.updates for state in states):
+                yield op, states  # statistics that are computed, or folded away, are no state
 
 
 def train_dropout(program: Program) -> list[str]:

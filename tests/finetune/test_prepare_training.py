@@ -257,6 +257,28 @@ def test_batch_norm_and_dropout_train() -> None:
     assert not frozen.updates.get(frozen.var("mean"))
 
 
+def test_batch_norms_that_were_exported_in_training_mode() -> None:
+    """As torch.onnx writes them then: with outputs for the new statistics, which nothing reads."""
+    text = """
+      net (float[8,2] x) => (float[8,2] y)
+        <float[2] scale = {1, 2}, float[2] bias = {0, 1}, float[2] mean = {0, 0}, float[2] var = {1, 1}>
+      { y, m, v = BatchNormalization <training_mode = 1, momentum = 0.75> (x, scale, bias, mean, var) }"""
+    x = np.random.default_rng(0).normal(3, 2, (8, 2)).astype(np.float32)
+    for how, mean in (("train", x.mean(0) / 4), ("frozen", np.zeros(2))):
+        program = load(text)
+        told = amp.prepare_training(program, batch_norm=how)
+        assert any("BatchNormalization" in note for note in told.notes)
+        with amp.program_guard(program, program.startup), amp.unique_name.guard():
+            amp.optimizer.SGD(0.0).minimize(F.mean(program.outputs[0]))
+        scope, exe = amp.Scope(), amp.Executor(threads=1)
+        exe.run(program.startup, scope=scope)
+        y = exe.run(program, feed={"x": x}, fetch_list=["y"], scope=scope)[0]
+        np.testing.assert_allclose(scope.find_var("mean"), mean, rtol=1e-5)
+        normal = (x - x.mean(0)) / x.std(0) if how == "train" else x
+        np.testing.assert_allclose(y, normal * [1, 2] + [0, 1], rtol=1e-3, atol=1e-4)
+        program.verify()
+
+
 def test_merged_statistics_of_two_layers_are_two_states() -> None:
     program = load("""
       net (float[4,2] x) => (float[4,2] y)
