@@ -48,7 +48,8 @@ def read(source: Source, wanted: list[str], what: str) -> dict[str, np.ndarray]:
 
 
 class Share(NamedTuple):
-    """One rank's part of a batch: the samples of the whole batch, and what this rank is fed.
+    """One rank's part of a batch: what the loss of the whole batch is a mean over, samples or labels that count, and
+    what this rank is fed.
 
     ``weight`` and ``own`` are as :class:`amp.distributed.Batch` has them; a weight of 0 is that of samples that do not
     count.
@@ -91,6 +92,8 @@ class Samples:
         other = Samples.of(arrays, [label], self.what)
         both = {**self.arrays, **other.arrays}
         name = label.name if ignorable else None
+        if ignorable and not any((piece != IGNORED).any() for _, piece in _pieces(other.arrays[label.name])):
+            raise FeedError(f"{self._array(label.name)} holds {IGNORED} alone: no label counts")
         return Samples(self.what, both, {**self.dtypes, **other.dtypes}, _count(both, self.what), name)
 
     def rows(self, chosen: Any) -> dict[str, np.ndarray]:
@@ -111,8 +114,9 @@ class Samples:
         start = 0
         for size in sizes:
             rows = np.sort(order[start : start + size])
-            chosen, weight, own = dealt(rows, rank, ranks, None if ranks == 1 else self._counted(rows))
-            yield Share(size, weight, own, self.rows(chosen))
+            counted = self._counted(rows)
+            chosen, weight, own = dealt(rows, rank, ranks, None if ranks == 1 else counted)
+            yield Share(size if counted is None else int(counted.sum()), weight, own, self.rows(chosen))
             start += size
 
     def _counted(self, rows: np.ndarray) -> np.ndarray | None:

@@ -80,12 +80,13 @@ class Loop:
             scale = float(np.ravel(rest[0])[0]) if rest else None
             bad = bool(np.ravel(rest[1])[0]) if len(rest) > 1 else False
             skipped += bad
-            self._bad_in_a_row = 0 if math.isfinite(found) else self._bad_in_a_row + 1
+            if share.size:  # else no label of the batch counts, and its loss is the mean of nothing
+                self._bad_in_a_row = 0 if math.isfinite(found) else self._bad_in_a_row + 1
             if math.isfinite(found):
                 total, seen = total + found * share.size, seen + share.size
                 if metric.name != "none" and share.own:
                     metric.update(prediction, share.feed[options.label])
-            elif not bad or self._bad_in_a_row == _LOST or self.steps == 1:
+            elif share.size and (not bad or self._bad_in_a_row == _LOST or self.steps == 1):
                 self._check(number, step, train, sizes, go_on=bad and self._bad_in_a_row < _LOST)
             if options.check_every and self.steps % options.check_every == 0:
                 self.check_equal()
@@ -101,14 +102,14 @@ class Loop:
         )
 
     def evaluate(self, samples: Samples) -> tuple[float, float | None]:
-        """The mean loss over the samples, and the metric."""
+        """The mean loss over the samples, or over the labels that count, and the metric."""
         metric = Metric(self.options.measured, self.options.loss)
         total, seen = 0.0, 0
         names = [self.programs.loss.name, self.programs.prediction.name]
         sizes = batch_sizes(samples.count, self.batch, 1, whole=self.whole)
         for share in samples.batches(sizes, None, self.rank, self.ranks):
             seen += share.size
-            if not share.weight:
+            if not share.weight or not share.size:
                 continue
             loss, prediction = self.executor.run(
                 self.programs.evaluation, feed=share.feed, fetch_list=names, scope=self.scope
@@ -186,7 +187,7 @@ class Loop:
         """Raise for a loss that is not finite; with ``go_on`` only where the model as it was given is at fault."""
         rng = np.random.default_rng([self.options.seed, number])
         ranks = self.ranks if self.whole else 1  # the same samples on every rank
-        feeds = [share.feed for share in train.batches(sizes[:_TRIED], rng, 0, ranks)]
+        feeds = [share.feed for share in train.batches(sizes[:_TRIED], rng, 0, ranks) if share.size]
         error = model_fault(self.programs, feeds, self._first_loss)
         if error is None and not go_on:
             where = f"in epoch {number}, step {step + 1}"

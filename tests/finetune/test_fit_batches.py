@@ -115,6 +115,31 @@ def test_a_number_for_all_samples_is_named(batch: str, tmp_path: Path) -> None:
     amp.fit(model, tmp_path / "out.onnx", data=data, batch_size=8, values={"scale": 1}, epochs=1)
 
 
+# -- labels that do not count ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("mode", ["fp32", "pure"])
+def test_batches_without_a_label_that_counts_are_passed_over(mode: str, tmp_path: Path) -> None:
+    """The mean over nothing is NaN; the loss of an epoch and of a test is that of the labels that count, in batches of
+    any size."""
+    data = features(24)
+    data["label"] = np.where(np.arange(24) % 4 < 3, -100, data["label"])
+    found = []
+    for batch in (1, 5, 24):
+        told = amp.fit(
+            linear(), tmp_path / f"{batch}.onnx", data=data, test=data, epochs=1, batch_size=batch, lr=1e-9, mode=mode
+        )
+        first, last = told.history
+        assert first.test_loss is not None and last.loss is not None
+        assert np.isfinite([last.loss, last.test_loss]).all()
+        found.append([first.test_loss, last.loss])
+    np.testing.assert_allclose(found, np.full((3, 2), found[-1][0]), rtol=1e-3 if mode == "pure" else 1e-5)
+
+
+def test_data_in_which_no_label_counts_is_refused(tmp_path: Path) -> None:
+    data = {**features(8), "label": np.full(8, -100)}
+    with pytest.raises(amp.errors.FeedError, match="array 'label' holds -100 alone: no label counts"):
+        amp.fit(linear(), tmp_path / "out.onnx", data=data, epochs=1)
+
+
 # -- metrics -----------------------------------------------------------------------------------------------
 def test_metrics_over_uneven_batches() -> None:
     rng = np.random.default_rng(3)
