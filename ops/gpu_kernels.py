@@ -251,11 +251,10 @@ def for_rows(e: Emitter, number: Value, rows: int) -> Value:
     return e.shared[key][0]
 
 
-def column_product(e: Emitter, narrow: Value, wide: Value, factor: float = 1.0) -> Value:
+def column_product(e: Emitter, narrow: Value, wide: Value) -> Value:
     """The product, in fp32, of a number and two columns of one shape, of which the first may be of 16 bit."""
     if not e.at.fused or narrow.dtype not in HALF:
-        found = e.Mul(e.f32(narrow), wide)
-        return found if factor == 1 else e.Mul(found, e.like(factor, found))
+        return e.Mul(e.f32(narrow), wide)
     shape = size_of(wide)
     rows = math.prod(shape)
     mixed = e.op(
@@ -263,7 +262,7 @@ def column_product(e: Emitter, narrow: Value, wide: Value, factor: float = 1.0) 
         e.reshape(wide, (rows, 1, 1)),
         e.reshape(narrow, (rows, 1)),
         domain=DOMAIN,
-        reduction_scale=float(factor),
+        reduction_scale=1.0,
         shape=(rows, 1),
     )
     return e.reshape(mixed, shape)

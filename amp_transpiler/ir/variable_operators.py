@@ -117,10 +117,14 @@ class PythonOperators:
     __hash__ = object.__hash__
 
     def __eq__(self, other: float) -> Variable:  # type: ignore[override]
-        return _arithmetic.named("equal", self, other) if isinstance(other, numbers.Real) else NotImplemented
+        if not isinstance(other, numbers.Real):
+            return NotImplemented
+        return _arithmetic.named("equal", self, other)
 
     def __ne__(self, other: float) -> Variable:  # type: ignore[override]
-        return _arithmetic.named("not_equal", self, other) if isinstance(other, numbers.Real) else NotImplemented
+        if not isinstance(other, numbers.Real):
+            return NotImplemented
+        return _arithmetic.named("not_equal", self, other)
 
     def __and__(self, other: Variable) -> Variable:
         return _arithmetic.named("logical_and", self, other)

@@ -83,10 +83,10 @@ def numel(x: Variable) -> Variable:
 def linspace(start: float, stop: float, num: int, dtype: Any = "float32") -> Variable:
     """``num`` numbers at equal distances, from ``start`` to ``stop`` and with both."""
     call = "linspace"
-    ends = [real(call, name, value) for name, value in (("start", start), ("stop", stop))]
-    if not np.isfinite(ends).all():
+    first, last = real(call, "start", start), real(call, "stop", stop)
+    if not np.isfinite([first, last]).all():
         raise ArgumentError(f"{call}: start and stop are {start} and {stop}; expected finite numbers")
-    return assign(np.linspace(*ends, whole(call, "num", num)).astype(numpy_dtype(element_type(dtype))))
+    return assign(np.linspace(first, last, whole(call, "num", num)).astype(numpy_dtype(element_type(dtype))))
 
 
 @function("nn.elementwise")

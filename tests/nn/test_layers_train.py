@@ -112,3 +112,28 @@ def test_trains(name: str, mode: str) -> None:
     model = lower(main, "cuda", {key: array.shape for key, array in feeds.items()}, [loss]).model
     missing = {node.split("(")[0] for node in without_cuda_kernel(model)}
     assert missing <= {"Mish"}  # which onnxruntime replaces by its function body, of operators that have one
+
+
+@pytest.mark.parametrize("mode", ["fp32", "pure"])
+def test_an_empty_batch_leaves_running_statistics(mode: str) -> None:
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        x, y = amp.data("x", [None, 4]), amp.data("y", [None, 1], "int64")
+        loss = F.cross_entropy(F.cast(nn.batch_norm(nn.fc(x, 3)), "float32"), y)
+        optimizer = amp.optimizer.SGD(0.1, multi_precision=mode == "pure")
+        if mode == "pure":
+            optimizer = amp.decorate(optimizer, use_pure_fp16=True, use_fp16_guard=False)
+        optimizer.minimize(loss)
+    scope, executor = amp.Scope(), amp.Executor(threads=1)
+    executor.run(startup, scope=scope)
+    if mode == "pure":
+        optimizer.amp_init(amp.CPUPlace(), scope=scope)
+    states = [v.name for v in main.updates if "batch_norm" in v.name and not v.trainable]
+    seen = []
+    for rows in (5, 0, 5):
+        feed = {"x": np.ones((rows, 4), np.float32), "y": np.zeros((rows, 1), np.int64)}
+        executor.run(main, feed=feed, scope=scope)
+        seen.append([scope.find_var(name) for name in states])
+    assert states and np.isfinite(seen).all()
+    np.testing.assert_array_equal(seen[0], seen[1])
+    assert not np.array_equal(seen[1], seen[2])

@@ -1,4 +1,4 @@
-"""Remainders, truth values, counts, orders and windows: what numpy and the formulas say, and the slopes of the losses."""
+"""Remainders, truth values, counts, orders and windows: what numpy and the formulas say, and slopes."""
 
 from __future__ import annotations
 
@@ -166,3 +166,16 @@ def test_losses_and_their_slopes(name: str) -> None:
 def test_what_is_refused(build: Callable[[], Any], words: str) -> None:
     with amp.program_guard(amp.Program(), amp.Program()), pytest.raises(ArgumentError, match=words):
         build()
+
+
+@pytest.mark.parametrize("mode", ["linear", "nearest"])
+def test_an_image_that_keeps_its_size_keeps_its_slope(mode: str) -> None:
+    """onnxruntime copies it, though 3 elements by 1.3 are 3 again, at other places."""
+    with amp.program_guard(amp.Program(), amp.Program()), amp.unique_name.guard():
+        x, w = amp.data("x", [1, 1, 3]), amp.data("w", [1, 1, 3])
+        y = F.interpolate(x, scale_factor=1.3, mode=mode)
+        ((_, slope),) = amp.append_backward(F.sum(y * w), [x])
+        feed = {"x": np.array([[[1, 2, 4]]], np.float32), "w": np.array([[[0, 1, 0]]], np.float32)}
+        found, gradient = amp.Executor(threads=1).run(feed=feed, fetch_list=[y, slope])
+    np.testing.assert_array_equal(found, feed["x"])
+    np.testing.assert_array_equal(gradient, feed["w"])

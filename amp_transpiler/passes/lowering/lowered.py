@@ -131,12 +131,6 @@ def renamed(rows: Sequence[Row], names: Mapping[str, str]) -> list[Row]:
     return found
 
 
-def is_row(info: onnx.ValueInfoProto) -> bool:
-    """Whether a tensor has the shape of a flat state, (1, n)."""
-    dims = info.type.tensor_type.shape.dim
-    return len(dims) == 2 and dims[0].dim_value == 1
-
-
 def emulated_type(proto: onnx.TypeProto) -> None:
     """Turn the 16-bit tensors of a type into the fp32 ones that emulate them on CPU."""
     kind = proto.WhichOneof("value")
