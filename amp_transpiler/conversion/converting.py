@@ -72,7 +72,8 @@ def convert(
             16 bit at too great a loss, with weights that are stored in 16 bit all the same. What its kernels compute
             wrongly is written in another way.
         keep_io: True: inputs and outputs keep their types; False: float32 ones become 16 bit, and of the type asked
-            for where the model was in the other; or the names of those that keep theirs.
+            for where the model was in the other; or the names of those that keep theirs. Initializers that are inputs
+            as well are weights: they, and what may be fed over them, become 16 bit where their readers do.
         white_list, black_list: operators to move to a list (ONNX types or Paddle's names).
         black_varnames: variables whose readers and writers stay fp32; or operators by pattern (``encoder/*``).
         only, exclude: patterns (globs, or regular expressions after "re:") of operator names or scopes that alone
@@ -157,7 +158,7 @@ def conversion(options: ConversionOptions) -> Pipeline:
 
 def convert_with(options: ConversionOptions, model_or_path: onnx.ModelProto | str | os.PathLike[str]) -> Program:
     """:func:`convert` with its options made: the model read once, each pass run once, the outcome judged once."""
-    path = None if isinstance(model_or_path, onnx.ModelProto) else Path(model_or_path)
+    path = Path(model_or_path) if isinstance(model_or_path, (str, os.PathLike)) else None
     options.tell("reading")
     with ExitStack() as resting:
         resting.enter_context(collector_paused())

@@ -192,6 +192,9 @@ def _named(feed: Mapping[Any, Any] | None) -> Mapping[str, Any]:
     for key in named:
         if not isinstance(key, str):
             raise ArgumentTypeError(f"the keys of feed are input names or variables, got {key!r}")
+    if len(named) < len(feed):
+        twice = next(key.name for key in feed if isinstance(key, Variable) and key.name in feed)
+        raise ArgumentError(f"feed has '{twice}' twice, as a variable and by its name")
     return named
 
 

@@ -1,0 +1,46 @@
+"""What an executor and a conversion do not take is named before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+
+
+def test_a_feed_that_comes_twice_is_named() -> None:
+    with amp.program_guard(main := amp.Program(), amp.Program()):
+        x = amp.data("x", [2])
+        y = x + 1.0
+        with pytest.raises(ArgumentError, match="feed has 'x' twice, as a variable and by its name"):
+            amp.Executor().run(main, feed={"x": np.ones(2, np.float32), x: np.ones(2, np.float32)}, fetch_list=[y])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tf32": "no"}, "tf32 is 'no'; expected True or False"),
+        ({"allow_cpu_fallback": 1}, "allow_cpu_fallback is 1; expected True or False"),
+        ({"optimization_level": []}, "optimization_level is one of .*; got "),
+        ({"threads": 1.5}, "threads is a number of threads"),
+    ],
+)
+def test_settings_of_an_executor(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(amp.AmpError, match=words):
+        amp.Executor(**settings)
+
+
+def test_threads_are_any_whole_number() -> None:
+    with amp.program_guard(main := amp.Program(), amp.Program()):
+        y = amp.data("x", [2]) + 1.0
+        (found,) = amp.Executor(threads=np.int64(2)).run(main, {"x": np.ones(2, np.float32)}, [y])  # type: ignore[arg-type]
+    assert found.tolist() == [2, 2]
+
+
+def test_what_is_no_model_is_not_converted() -> None:
+    for wrong in (None, {}, 3):
+        with pytest.raises(ArgumentTypeError):
+            amp.convert(wrong)  # type: ignore[arg-type]
