@@ -45,6 +45,16 @@ OLD = {
     "Resize": (10, 'y = Resize <mode = "nearest"> (x, s)', "float[4] s = {1, 1, 2, 1.5}"),
     "Resize, smaller": (10, 'y = Resize <mode = "nearest"> (x, s)', "float[4] s = {1, 1, 0.6, 0.7}"),
     "Resize, smaller and larger": (10, 'y = Resize <mode = "nearest"> (x, s)', "float[4] s = {1, 1, 0.6, 1.7}"),
+    "Resize with a region that is made": (
+        11,
+        'r = Constant <value = float[0] {}> () y = Resize <mode = "nearest"> (x, r, s) ',
+        "float[4] s = {1, 1, 2, 1.5}",
+    ),
+    "Resizes that share a region": (
+        11,
+        'z = Resize <mode = "nearest"> (x, r, s) y = Resize <mode = "linear"> (z, r, s)',
+        "float[0] r = {}, float[4] s = {1, 1, 2, 1.5}",
+    ),
     "RoiAlign": (
         10,
         "y = RoiAlign <output_height = 2, output_width = 3, sampling_ratio = 2, spatial_scale = 0.5> (x, b, i)",

@@ -266,10 +266,9 @@ def _rounded(op: Operator, scales: Variable | None) -> None:
 def _no_region(op: Operator) -> None:
     """A region of interest may be left out."""
     roi = op.input(1)
-    if roi is not None and roi.shape == (0,):
-        for other in [op for op, _ in roi.readers]:
-            other.set_input(1, None)
-        if not roi.is_input and roi not in op.program.outputs:
+    if roi is not None and roi.shape == (0,) and roi.is_constant and not roi.is_input:
+        op.set_input(1, None)
+        if not roi.readers and roi not in op.program.outputs:
             op.program.remove_variable(roi)
 
 
