@@ -28,6 +28,7 @@ from amp_transpiler.ir.nodes import CAPTURE, Operator, Shape, Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.proto_residue import listed_inputs
 from amp_transpiler.ir.tensors import as_array, byte_size, tensor_type
+from amp_transpiler.ir.types import INTEGERS
 from amp_transpiler.passes.canonicalize.control_flow import inline_known_branches
 from amp_transpiler.passes.canonicalize.loop_invariants import capture_invariants
 from amp_transpiler.passes.canonicalize.sequences import expand_sequences
@@ -53,8 +54,7 @@ _GROWTH = 128
 _TURNS = 8  # what was in a branch that is taken may make other conditions known
 #: Small tensors whose content tells the sizes of others.
 _SMALL = 1024
-_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-_TYPES = frozenset({*_INTEGERS, "float16", "float32", "float64", "bool"})
+_TYPES = frozenset({*INTEGERS, "float16", "float32", "float64", "bool"})
 #: Quantisation is what its author wants.
 _QUANTISED = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"})
 #: What may take long, whatever the size, or makes no tensor of numbers.

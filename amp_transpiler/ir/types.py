@@ -28,6 +28,7 @@ RANK = 64
 
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 HALF = frozenset({"float16", "bfloat16"})
+INTEGERS = frozenset({"int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"})
 #: Short names, of casts and in reasons.
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 BYTES = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4, "float16": 2, "bfloat16": 2}

@@ -9,7 +9,7 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.nodes import Variable
-from amp_transpiler.ir.types import element_type, numpy_dtype
+from amp_transpiler.ir.types import INTEGERS, element_type, numpy_dtype
 from amp_transpiler.nn.building import FLOATING, INTEGER, append, fresh, operand, real, variable, whole
 from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.creation import assign
@@ -41,12 +41,8 @@ def floor_divide(x: Any, y: Any) -> Variable:
 
 def true_divide(x: Any, y: Any) -> Variable:
     """``x / y``: of integers in float32, as Paddle's operator has it."""
-    wide = [cast(v, "float32") if isinstance(v, Variable) and v.dtype in _WHOLE else v for v in (x, y)]
+    wide = [cast(v, "float32") if isinstance(v, Variable) and v.dtype in INTEGERS else v for v in (x, y)]
     return divide(*wide)
-
-
-#: Integers, by which python's ``/`` divides as by floats.
-_WHOLE = frozenset({"int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"})
 
 
 @function()

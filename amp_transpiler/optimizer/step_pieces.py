@@ -43,7 +43,8 @@ def summed(losses: Sequence[Variable]) -> Variable:
     if len(losses) == 1:
         return losses[0]
     program, wide = losses[0].program, [wide_loss(loss) for loss in losses]
-    total = program.add_variable(program.unique(f"{losses[0].name}@SUM"), "float32", wide[0].shape)
+    shape = max((loss.shape or () for loss in wide), key=len)  # each is of shape [] or [1]
+    total = program.add_variable(program.unique(f"{losses[0].name}@SUM"), "float32", shape)
     program.add_operator("Sum", wide, [total])
     return total
 

@@ -16,6 +16,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.errors import ArgumentError, GraphError, OrderError
 from amp_transpiler.ir import context, unique_name
+from amp_transpiler.nn import functional as F
 from amp_transpiler.warn import AmpWarning
 from tests.helpers.refusals import MODES, Net, mixed, pure, refused, snapshot
 
@@ -186,3 +187,22 @@ def test_a_step_is_decided_in_the_same_form_whatever_the_opset(mode: Callable[..
     with amp.unique_name.guard():
         assert built(opset) == now
     assert dict(now[1])["scale"] == dict(now[1])["var"] == "float32"
+
+
+def test_losses_add_up_without_decorate() -> None:
+    """The gradients of a list are those of the sum; one loss is of shape [], the other of shape [1]."""
+    found = []
+    for listed in (True, False):
+        main, startup = amp.Program(), amp.Program("startup")
+        with amp.program_guard(main, startup), amp.unique_name.guard():
+            x = amp.data("x", [4, 3])
+            y = amp.nn.fc(x, 2, name="fc")
+            losses = [F.mean(y * y), F.mean(F.tanh(y), axis=[0, 1], keepdim=False).reshape([1])]
+            amp.optimizer.SGD(0.1).minimize(losses if listed else losses[0] + losses[1])
+        scope, executor = amp.Scope(), amp.Executor(threads=1)
+        executor.run(startup, scope=scope)
+        executor.run(main, feed={"x": np.arange(12, dtype=np.float32).reshape(4, 3) / 7}, scope=scope)
+        found.append([scope.find_var(p.name) for p in main.parameters])
+    for listed, added in zip(*found, strict=True):
+        np.testing.assert_allclose(listed, added, rtol=1e-6)
+        assert np.abs(added).max() > 0

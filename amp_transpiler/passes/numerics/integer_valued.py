@@ -20,16 +20,16 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.tensors import as_array
-from amp_transpiler.ir.types import FLOATS
+from amp_transpiler.ir.types import FLOATS, INTEGERS
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.view.constants import content, is_constant
 from amp_transpiler.passes.view.names import source
 from amp_transpiler.passes.view.typing import is_float, operator_name
 
 #: Integers that images do not come in.
-_COUNTS = frozenset({"int16", "uint16", "int32", "uint32", "int64", "uint64"})
+_COUNTS = INTEGERS - {"int8", "uint8"}
 #: What a float may become: an index, a size, or a number that is quantised by hand.
-_TARGETS = _COUNTS | {"int8", "uint8"}
+_TARGETS = INTEGERS
 #: In what words exporters compute positions and sizes.
 _ARITHMETIC = frozenset(
     """

@@ -18,6 +18,7 @@ import numpy as np
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.ir.types import INTEGERS
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import source
@@ -36,7 +37,7 @@ _PASSES = frozenset({"Add", "Sum", "Sub", "Neg", "Max", "Min", "Mul", "Div"})
 _SUMS = frozenset({"Add", "Sum", "Sub"})
 #: A mask times 0.001 still masks.
 _SCALES = (1e-3, 1.0)
-_INTEGERS = frozenset({"bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"})
+_COUNTED = INTEGERS | {"bool"}
 #: A mask takes no less than this part of the range, a power of two: 16376 in float16 is far beyond any logit.
 SHARES = 4
 
@@ -249,7 +250,7 @@ def binary_tensors(flow: Flow) -> frozenset[Variable]:
         read = [v for v in operands if v is not None]
         if name == "Cast":
             first = op.inputs[0]
-            yes = first is not None and (first.dtype in _INTEGERS or source(first) in found)
+            yes = first is not None and (first.dtype in _COUNTED or source(first) in found)
         elif name == "Sub":
             yes = bool(read) and flow.number(read[0]) == 1 and read[0] is not read[-1]
         else:
