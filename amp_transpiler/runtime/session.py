@@ -39,6 +39,7 @@ from amp_transpiler.runtime.graph_optimizers import UNWANTED, useless_optimizers
 from amp_transpiler.runtime.heap import trim
 from amp_transpiler.runtime.providers import alone, built_in, in_turn, plugin
 from amp_transpiler.runtime.session_cache import SessionCache
+from amp_transpiler.runtime.size_nodes import size_nodes
 from amp_transpiler.warn import AmpWarning, warn_user
 
 _CPU = place_traits("cpu").provider
@@ -121,14 +122,17 @@ def create_session(
     if place.kind == "cpu" and b"ScatterND" in data and _races(model.graph):
         settings = replace(settings, threads=1)
     _settle_arena()
+    alone_there = place.kind == "cuda" and not settings.allow_cpu_fallback and not settings.cuda_graph
+    sizes = size_nodes(model.graph) if alone_there else frozenset()
+    asked = replace(settings, allow_cpu_fallback=True) if sizes else settings
     try:
-        session, kept = _make(data, place, settings, useless_optimizers(model), keep_graph)
+        session, kept = _make(data, place, asked, useless_optimizers(model), keep_graph)
     except AmpWarning:
         raise
     except Exception as error:  # onnxruntime's errors have no common base class
         raise _creation_error(error, data, place, settings, name) from None
-    if settings.allow_cpu_fallback and place_traits(place.kind).device:
-        _warn_of_fallback(data, place, settings, name)
+    if asked.allow_cpu_fallback and place_traits(place.kind).device:
+        _check_fallen(_on_cpu(session, sizes), place, settings, name)
     return session, None if kept is None or not keep_graph else onnx.load_model_from_string(kept).graph
 
 
@@ -202,7 +206,6 @@ def _session(
     saved: Path | None = None,
     *,
     fallback: bool | None = None,
-    record: bool = False,
     useless: Sequence[str] = (),
 ) -> Any:
     fallback = settings.allow_cpu_fallback if fallback is None else fallback
@@ -224,10 +227,9 @@ def _session(
         options.intra_op_num_threads = settings.threads
     if saved is not None:
         options.optimized_model_filepath = str(saved)
-    if record:
-        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-    if traits.device and not fallback:
-        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    if traits.device:
+        entry = "record_ep_graph_assignment_info" if fallback else "disable_cpu_ep_fallback"
+        options.add_session_config_entry(f"session.{entry}", "1")
     providers = None
     if traits.plugin and not built_in(place.kind):
         options.add_provider_for_devices([plugin(place.kind).devices[place.device_id]], {})
@@ -308,30 +310,39 @@ def _creation_error(error: Exception, data: bytes, place: Place, settings: Setti
     text = plain_message(error)
     if place_traits(place.kind).device and ("fallback" in text or "graph capture" in text or "CUDA Graph" in text):
         found = cpu_operators(data, place, replace(settings, cuda_graph=False))
-        some = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
-        return PlaceError(
-            f"program '{name}' does not run on {place!r} alone: onnxruntime has no kernel there for "
-            f"{some or 'some operators'}",
-            "Where only the 16-bit kernel is missing, keep the operator in fp32 (custom_black_list); else let it run "
-            "on the CPU with Executor(place, allow_cpu_fallback=True)",
-        )
+        return _place_error(place, name, found)
     if "NOT_IMPLEMENTED" in text or "Could not find an implementation" in text or "Provider type for" in text:
         return PlaceError(f"an operator of program '{name}' has no kernel on {place!r}: {text}")
     return ExecutionError(f"onnxruntime refuses program '{name}', lowered for {place!r}: {text}")
 
 
+def _place_error(place: Place, name: str, found: Sequence[str]) -> PlaceError:
+    some = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+    return PlaceError(
+        f"program '{name}' does not run on {place!r} alone: onnxruntime has no kernel there for "
+        f"{some or 'some operators'}",
+        "Where only the 16-bit kernel is missing, keep the operator in fp32 (custom_black_list); else let it run "
+        "on the CPU with Executor(place, allow_cpu_fallback=True)",
+    )
+
+
 def cpu_operators(data: bytes, place: Place, settings: Settings) -> list[str]:
     """``Type 'name'`` of each node that falls to the CPU in a session that may fall back; empty where none is made."""
     try:
-        session = _session(data, place, settings, fallback=True, record=True)
-        parts = session.get_provider_graph_assignment_info()
+        return _on_cpu(_session(data, place, settings, fallback=True))
     except Exception:  # the caller reports its own error; these names only help
         return []
-    return [f"{node.op_type} '{node.name}'" for part in parts if part.ep_name == _CPU for node in part.get_nodes()]
 
 
-def _warn_of_fallback(data: bytes, place: Place, settings: Settings, name: str) -> None:
-    found = cpu_operators(data, place, settings)
+def _on_cpu(session: Any, but: Container[str] = ()) -> list[str]:
+    """``Type 'name'`` of each node but these that falls to the CPU in a session that may fall back."""
+    nodes = (node for p in session.get_provider_graph_assignment_info() if p.ep_name == _CPU for node in p.get_nodes())
+    return [f"{node.op_type} '{node.name}'" for node in nodes if node.name not in but]
+
+
+def _check_fallen(found: Sequence[str], place: Place, settings: Settings, name: str) -> None:
+    if found and not settings.allow_cpu_fallback:
+        raise _place_error(place, name, found)
     if found:
         warn_user(
             f"program '{name}' runs on {place!r} except {', '.join(found[:8])}{' …' if len(found) > 8 else ''} on the "

@@ -12,6 +12,7 @@ import pytest
 from tests.helpers.fake_nccl import COMPUTE
 from tests.helpers.placement import cuda_stubs, needs_placement_tool
 from tests.helpers.where import ROOT
+from tests.runtime.test_decided_sizes import FORMS
 from tests.tools.cuda_placement import over_stubs
 
 pytestmark = needs_placement_tool
@@ -90,6 +91,18 @@ chosen = model("(float[2] x, bool c) => (float[2] y)",
     "y = If (c) <then_branch = t () => (float[2] p) { p = Neg(x) }, else_branch = e () => (float[2] q) { q = Abs(x) }>")
 x = np.ones(2, np.float32)
 attempt("control flow", lambda: graphs.run(chosen, {"x": x, "c": np.array(True)}, ["y"]))
+from tests.runtime.test_decided_sizes import FORMS, MASKS, WIDTH, X, trained
+shapes = {"x": X.shape, "mask": MASKS["some"].shape}
+for form in FORMS:
+    main, _, loss, gradients = trained(form, "pure")
+    more = {"full": (int(MASKS["some"].sum()) * WIDTH,)} if "full" in FORMS[form] else {}
+    lowered = lower(main, "cuda", shapes | more, [loss, *gradients.values()]).model
+    attempt("decided, " + form, lambda: create_session(lowered, amp.CUDAPlace(0), Settings(), "net")[0].get_providers()[0])
+undone = model(
+    "(bool[4] m, float[1,2,2] x) => (float[1] y, int64[1] n)",
+    "at = NonZero(m) two = Constant<value_ints: ints = [2]>() s = Shape(at) n = Mul(s, two) k = Neg(x) y = Det(k)")
+lowered = lower(undone, "cuda", {}, list(undone.outputs)).model
+attempt("with sizes", lambda: create_session(lowered, amp.CUDAPlace(0), Settings(), "net"))
 attempt("on the processor", lambda: graphs.run(alone, {"x": np.ones((1, 2, 2), np.float32)}, ["y"]))
 """
 
@@ -206,6 +219,16 @@ def test_an_operator_that_would_fall_to_the_cpu_is_named(lines: dict[str, str]) 
 
 def test_allowed_fallback_warns_and_names(lines: dict[str, str]) -> None:
     assert lines["allowed"].startswith("CUDAExecutionProvider") and "except Det" in lines["allowed"]
+
+
+def test_sizes_are_computed_beside_the_gpu(lines: dict[str, str]) -> None:
+    """onnxruntime takes what it computes of shapes to the CPU, whatever kernels there are."""
+    assert {form: lines[f"decided, {form}"] for form in FORMS} == dict.fromkeys(FORMS, "CUDAExecutionProvider")
+
+
+def test_what_else_falls_to_the_cpu_is_named_beside_sizes(lines: dict[str, str]) -> None:
+    found = lines["with sizes"].partition("no kernel there for ")[2]
+    assert found.startswith("Det 'y") and "Mul" not in found
 
 
 def test_an_element_type_without_a_kernel(lines: dict[str, str]) -> None:
