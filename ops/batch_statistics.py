@@ -15,7 +15,7 @@ from amp_transpiler.ir.metadata import BY_RANKS, SYNCHRONIZED
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ops.channel_rows import by_image
 from amp_transpiler.ops.common import size_of
-from amp_transpiler.ops.gpu_kernels import along_rows
+from amp_transpiler.ops.gpu_kernels import along_even_rows
 from amp_transpiler.ops.norm_parts import (
     LEAST_VARIANCE,
     correlation,
@@ -76,13 +76,14 @@ def _gradient_by_rows(
     channels, width = size_of(w)
     spread, apart = e.Div(r, own_r), e.Mul(e.Sub(own_mean, mean), r)
     d_bias = e.Mul(d_mean, e.like(width, d_mean))
-    together = e.Div(e.Mul(spread, correlation(e, w, normal)), t)  # minus the mean of (dy - d_mean) (xhat - apart)
+    minus_k = e.f32(correlation(e, w, normal))
+    together = e.Div(e.Mul(spread, minus_k), t)  # minus the mean of (dy - d_mean) (xhat - apart)
     d_scale = e.Mul(e.Sub(e.Mul(d_mean, apart), together), e.like(width, d_mean))
     along, shift = (e.Div(v, count) for v in _sums_of_all(e, d_scale, d_bias))
     a, b = e.Div(factor, t), e.Neg(e.Mul(e.Mul(factor, spread), along))
     c = e.Mul(factor, e.Sub(e.Sub(d_mean, shift), e.Mul(apart, along)))
     a, b, c = (e.reshape(v, (channels, 1)) for v in (a, b, c))
-    dx = e.Add(along_rows(e, a, w, b, normal), e.cast(c, w.dtype))
+    dx = e.Add(along_even_rows(e, a, w, b, normal), e.cast(c, w.dtype))
     return [by_image(e, Value(dx.name, dx.dtype, size_of(w)), size_of(x)), d_scale, d_bias]
 
 

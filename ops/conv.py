@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
@@ -14,14 +15,17 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.intervals import Interval, Ranges, biased, same_or_zero, weighted
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import SlotShapes, channel_rule, flops, gradient, range_rule, traits
+from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.channel_rows import by_channel, by_image, exchanged, lies_in_rows
 from amp_transpiler.ops.common import size_of
-from amp_transpiler.ops.gpu_kernels import product
+from amp_transpiler.ops.gpu_kernels import AT_ONCE, product
 from amp_transpiler.ops.kernel_gradient import is_product, rows_read, weight_gradient
 from amp_transpiler.ops.window import Window, window_by, window_of
 
 #: Fewer positions than this and Conv splits its sums differently from ConvTranspose, and is no faster.
 _CONV_POSITIONS = 128
+#: So many numbers are set apart by a product at most, which reads as many for each.
+_LONGEST_LINE = 256
 
 
 @gradient("Conv", "x0 x1 dy0", inputs=(0, 1, 2), native=True)
@@ -66,15 +70,33 @@ def _by_product(e: Emitter, x: Value, w: Value, dy: Value, window: Window, group
     plus = None if around is None else window.read(e, around, window.taps[0], 2)
     rows = product(e, e.reshape(w, size_of(w)[:2]), by_channel(e, dy), trans_a=True, plus=plus)
     if apart:
-        lead = (size_of(x)[1], size_of(x)[0])
-        each = e.reshape(rows, (*lead, *(n for t in window.target for n in (t, 1))))
-        first = np.zeros([n for s in window.strides for n in (1, s)], bool)
-        first[(0,) * first.ndim] = True  # Pad, of as many axes, moves 20 GB/s on an H200 (measured)
-        spread = (*lead, *(n for pair in zip(window.target, window.strides, strict=True) for n in pair))
-        between = e.like(0, each) if around is None else e.reshape(around, spread)
-        rows = e.reshape(e.Where(e.const(first), each, between, shape=spread), (lead[0], prod(size_of(x)) // lead[0]))
+        rows = _set_apart(e, rows, around, (size_of(x)[1], size_of(x)[0]), window)
     dx = by_image(e, rows, size_of(x))
     return dx if around is not None or e.summand is None else e.Add(dx, e.summand)
+
+
+def _set_apart(e: Emitter, rows: Value, around: Value | None, lead: tuple[int, int], window: Window) -> Value:
+    """Rows [C, N * target] with as much between their numbers as the window steps over: [C, N * source], zeros or what
+    ``around`` has there. In 16 bit on a GPU zeros come of a product with a matrix of zeros and ones: half of the time.
+    """
+    channels, whole = lead[0], (lead[0], lead[1] * prod(window.source))
+    (*above, lines, width), (*steps, down, across) = (1, *window.target), (1, *window.strides)
+    together = AT_ONCE // math.gcd(AT_ONCE, width)
+    length, count = together * width, channels * lead[1] * prod(above) * lines
+    fits = set(steps) <= {1} and not count % together and length <= _LONGEST_LINE
+    if fits and around is None and rows.dtype in HALF:
+        places = np.zeros((together, width, together, down, width, across), np.float32)
+        for line in range(together):
+            places[line, range(width), line, 0, range(width), 0] = 1
+        matrix = e.const(places.reshape(length, length * down * across), rows.dtype)
+        each = e.reshape(rows, (count // together, length))
+        return e.reshape(e.MatMul(each, matrix, shape=(count // together, length * down * across)), whole)
+    each = e.reshape(rows, (*lead, *(n for t in window.target for n in (t, 1))))
+    first = np.zeros([n for s in window.strides for n in (1, s)], bool)
+    first[(0,) * first.ndim] = True  # Pad, of as many axes, moves 20 GB/s on an H200 (measured)
+    spread = (*lead, *(n for pair in zip(window.target, window.strides, strict=True) for n in pair))
+    between = e.like(0, each) if around is None else e.reshape(around, spread)
+    return e.reshape(e.Where(e.const(first), each, between, shape=spread), whole)
 
 
 def _by_conv(e: Emitter, x: Value, w: Value, dy: Value, window: Window, group: int) -> Value | None:

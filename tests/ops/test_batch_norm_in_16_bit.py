@@ -118,17 +118,18 @@ def _error(found: Array, truth: Array) -> float:
 def test_no_more_than_twice_the_error_of_one_rounding(
     shape: tuple[int, ...], offset: float, size: float, in_parts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts of rows too, where they are as short as these are."""
+    """Parts of rows too, where they are as short as these are: their gradient is rounded once more."""
     if in_parts:
         for name, number in {"_LONG": 1, "_MANY": 1, "_SHORTEST": 7, "_EVEN": 1}.items():
             monkeypatch.setattr(norm_parts, name, number)
-        assert sum(node.op_type == "ReduceL2" for node in _models(shape)[0].graph.node) == (shape not in _WHOLE)
+        norms = sum(node.op_type == "LayerNormalization" for node in _models(shape)[0].graph.node)
+        assert norms == (1 if shape in _WHOLE else 2)  # the other is of what stands for the parts
     values = _values(shape, offset, size)
     found, truth = _computed(values), _truth(values)
     for name in ("y", "dx"):
         once = _error(truth[name].astype(np.float16), truth[name])
         assert found[name].dtype == np.float16
-        assert 0 < _error(found[name], truth[name]) <= 2 * once, name
+        assert 0 < _error(found[name], truth[name]) <= (2.25 if in_parts else 2) * once, name
     for name in ("new_mean", "new_var", "d_bias"):
         np.testing.assert_allclose(found[name], truth[name], rtol=2e-5, atol=1e-5 * np.abs(truth[name]).max() + 1e-6)
     assert found["d_scale"].dtype == np.float32

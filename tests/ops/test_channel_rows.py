@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,13 @@ import onnx
 import pytest
 
 import amp_transpiler as amp
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ops import conv
+from amp_transpiler.ops.window import Window
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.program import Program
 from tests.helpers.cuda_kernels import without_cuda_kernel
+from tests.helpers.rules import as_model, tensor_info
 from tests.helpers.sessions import run
 
 RNG = np.random.default_rng(3)
@@ -110,3 +115,35 @@ def test_a_kernel_of_one_position_reads_zeros_around_what_lies_in_rows(window: s
         *(_results(program, place, feeds, ("s", "w"))[1] for place in ("cuda", "cpu")), strict=True
     ):
         np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("lead", "target", "strides", "form"),
+    [
+        ((4, 2), (6, 4), (2, 2), "MatMul"),
+        ((8, 1), (7, 7), (2, 3), "MatMul"),
+        ((2, 4), (3, 5), (1, 2), "MatMul"),
+        ((8, 2), (6,), (3,), "MatMul"),
+        ((8, 1), (2, 3, 5), (1, 2, 2), "MatMul"),
+        ((8, 1), (2, 3, 5), (2, 2, 2), "Where"),
+        ((3, 1), (7, 7), (2, 2), "Where"),  # 21 lines are no multiple of 8
+        ((8, 1), (2, 300), (2, 2), "Where"),
+    ],
+    ids=str,
+)
+def test_zeros_between_numbers_of_16_bit(
+    lead: tuple[int, int], target: tuple[int, ...], strides: tuple[int, ...], form: str
+) -> None:
+    once = (1,) * len(target)
+    source = tuple(t * s for t, s in zip(target, strides, strict=True))
+    e = Emitter("cuda")
+    e.reserve(["rows"])
+    rows = RNG.normal(size=(lead[0], lead[1] * prod(target))).astype(np.float16)
+    window = Window(once, strides, once, (0,) * len(target), source, target)
+    made = conv._set_apart(e, Value("rows", "float16", rows.shape), None, lead, window)
+    assert [node.op_type for node in e.nodes if node.op_type != "Reshape"] == [form]
+    expected = np.zeros((*lead, *source), np.float16)
+    expected[(..., *(slice(None, None, s) for s in strides))] = rows.reshape(*lead, *target)
+    infos = [tensor_info(v.name, "float16", v.shape or ()) for v in (Value("rows", "float16", rows.shape), made)]
+    graph = onnx.helper.make_graph(e.nodes, "apart", infos[:1], infos[1:], list(e.initializers.values()))
+    np.testing.assert_array_equal(run(as_model(graph), {"rows": rows})[0], expected.reshape(lead[0], -1))

@@ -7,6 +7,7 @@ import onnx
 import pytest
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ops.gpu_kernels import product_of_rows
 from amp_transpiler.ops.norm_parts import correlation
 from tests.helpers.gradcheck import check_gradient, gradient_model
 from tests.helpers.rules import as_model, run_cpu, tensor_info
@@ -52,7 +53,7 @@ def test_rows_are_multiplied_in_blocks(count: int, blocks: int, dtype: str) -> N
     e = Emitter("cuda")
     e.reserve(["a", "b"])
     minus = correlation(e, Value("a", dtype, a.shape), Value("b", dtype, b.shape))
-    assert minus.shape == (3,) and minus.dtype == "float32"
+    assert minus.shape == (3,) and minus.dtype == dtype
     infos = [tensor_info(name, dtype, a.shape) for name in ("a", "b")]
     out = tensor_info(minus.name, minus.dtype, minus.shape)
     graph = onnx.helper.make_graph(e.nodes, "blocks", infos, [out], list(e.initializers.values()))
@@ -63,6 +64,20 @@ def test_rows_are_multiplied_in_blocks(count: int, blocks: int, dtype: str) -> N
     np.testing.assert_allclose(
         run_cpu(model, {"a": a, "b": b})[0], expected, rtol=0, atol=1e-6 if dtype == "float32" else 1e-3
     )
+
+
+@pytest.mark.parametrize(("rows", "others", "turned"), [(8, 5, True), (5, 8, False), (5, 3, False), (16, 8, False)])
+def test_tensor_cores_write_a_multiple_of_eight(rows: int, others: int, turned: bool) -> None:
+    rng = np.random.default_rng(rows)
+    a, b = (rng.normal(size=(n, 40)).astype(np.float16) for n in (rows, others))
+    e = Emitter("cuda")
+    e.reserve(["a", "b"])
+    made = product_of_rows(e, Value("a", "float16", a.shape), Value("b", "float16", b.shape))
+    assert made.shape == (rows, others)
+    assert [node.op_type for node in e.nodes] == ["Gemm", *["Transpose"] * turned]
+    infos = [tensor_info(name, "float16", v.shape) for name, v in (("a", a), ("b", b), (made.name, a @ b.T))]
+    graph = onnx.helper.make_graph(e.nodes, "products", infos[:2], infos[2:], list(e.initializers.values()))
+    np.testing.assert_allclose(run_cpu(as_model(graph), {"a": a, "b": b})[0], a @ b.T, rtol=2e-3, atol=2e-2)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 24, 32), (4, 2, 28, 28)])

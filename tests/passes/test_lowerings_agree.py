@@ -28,7 +28,8 @@ CASES += [("use_case", "pure-fp16", "webgpu"), ("transformer", "amp", "webgpu")]
 @pytest.mark.parametrize(("name", "mode", "other"), CASES)
 def test_the_lowerings_agree(name: str, mode: str, other: str) -> None:
     # The gradient of a bias before a normalisation is the sum of numbers whose sum is 0: of their roundings.
-    tolerance, least = (1e-4, 1e-3) if mode == "fp32" else (4e-3, 1e-2)
+    # On a GPU they are rounded three times, on the CPU once.
+    tolerance, least = (1e-4, 1e-3) if mode == "fp32" else (8e-3, 1e-2)
     agree(build(name, mode, batch=2), mode, other, tolerance, least, 1e-4)
 
 
