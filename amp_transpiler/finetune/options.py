@@ -36,7 +36,7 @@ SPELLINGS = {"mode": MODE_SPELLINGS, "save": MODE_SPELLINGS, "dtype": TYPES, "al
 _COUNTS = {"epochs": 1, "batch_size": 1, "accumulate": 1, "warmup_steps": 0, "seed": 0, "check_every": 0}
 #: Other numbers, above 0, and whether 0 itself is taken.
 _NUMBERS = {"lr": False, "weight_decay": True, "clip_norm": False, "loss_scale": False}
-_LISTS = ("black_list", "trainable", "freeze")
+_LISTS = ("black_list", "trainable", "freeze", "keep_tied")
 _NAMES = ("label", "target")
 #: The command line's spelling, where it is not the field's.
 _FLAGS = {"target": "--output", "values": "--value"}
@@ -52,6 +52,7 @@ FIXED = (
     "black_list",
     "trainable",
     "freeze",
+    "keep_tied",
     "dropout",
     "values",
     "batch_norm",
@@ -83,7 +84,7 @@ class FitOptions:
         epochs: passes over the data.
         batch_size: samples of a batch; what the model has, else 32, where None. A model with another fixed batch is
             freed of it where its operators let it.
-        trainable, freeze, dropout, values, batch_norm: as ``prepare_training`` takes them.
+        trainable, freeze, keep_tied, dropout, values, batch_norm: as ``prepare_training`` takes them.
         seed: of the order of samples and of dropout.
         allreduce_precision: the type in which gradients travel between ranks, "float16", "bfloat16" or "float32"; that
             of the training where None.
@@ -117,6 +118,7 @@ class FitOptions:
     batch_size: int | None = None
     trainable: Sequence[str] | None = None
     freeze: Sequence[str] = ()
+    keep_tied: Sequence[str] = ()
     dropout: Mapping[str, float] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
     batch_norm: str = "train"

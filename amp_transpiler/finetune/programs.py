@@ -68,6 +68,7 @@ class Programs:
             program,
             trainable=options.trainable,
             freeze=options.freeze,
+            keep_tied=options.keep_tied,
             values=options.values,
             batch_norm=options.batch_norm,
             dropout=options.dropout,

@@ -78,16 +78,16 @@ def merged(found: Resumed, given: Mapping[str, Any]) -> tuple[FitOptions, list[s
         options = options_of({**kept, **given})
     except TypeError as error:
         raise CheckpointError(f"'{found.path}': {error}") from None
-    now = options.plain()
-    changed = [name for name in now if name in given and now[name] != found.options.get(name)]
+    now, before = options.plain(), FitOptions().plain() | dict(found.options)  # an older one has fewer options
+    changed = [name for name in now if name in given and now[name] != before[name]]
     wrong = [name for name in changed if name in FIXED]
     if wrong:
-        listed = ", ".join(f"{asked.said(name)} (the checkpoint has {found.options[name]})" for name in wrong)
+        listed = ", ".join(f"{asked.said(name, now[name])} (the checkpoint has {before[name]})" for name in wrong)
         raise ArgumentError(
             f"'{found.path}' is a checkpoint of another training: {listed}. Leave that out to go on, "
             "or give another folder to begin anew"
         )
-    notes = [f"{options.said(name)} from now on, where the checkpoint has {found.options[name]}" for name in changed]
+    notes = [f"{options.said(name)} from now on, where the checkpoint has {before[name]}" for name in changed]
     return options, notes
 
 

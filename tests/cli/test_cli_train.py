@@ -121,6 +121,22 @@ def test_frozen_parameters_stay(task: Path) -> None:
     assert (before["head.w_0"] != after["head.w_0"]).any()
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_layers_that_share_a_vector_may_go_on_sharing_it(tied: bool, tmp_path: Path) -> None:
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]>
+        net (float[N, 2] x) => (float[N, 2] y) <float[2, 2] w = {1, 0.5, -0.5, 1}, float[2] b = {0, 0}>
+        { p = MatMul(x, w)  q = Add(p, b)  r = Relu(q)  s = MatMul(r, w)  y = Add(s, b) }""")
+    onnx.save(model, tmp_path / "model.onnx")
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "data.npz", x=rng.normal(size=(40, 2)).astype(np.float32), label=rng.integers(0, 2, 40))
+    files = [str(tmp_path / name) for name in ("model.onnx", "out.onnx", "data.npz")]
+    options = ["--keep-tied", "b", "--mode", "fp32", "--quiet"] if tied else ["--mode", "fp32", "--quiet"]
+    assert main(["train", *files[:2], "--data", files[2], "--lr", "0.1", *options]) == 0
+    graph = onnx.load(tmp_path / "out.onnx").graph
+    vectors = [t for t in graph.initializer if list(t.dims) == [2]]
+    assert len(vectors) == (1 if tied else 2) and all(onnx.numpy_helper.to_array(t).any() for t in vectors)
+
+
 def test_goes_on_from_a_checkpoint_as_if_nothing_had_happened(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
         "train",

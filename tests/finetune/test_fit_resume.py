@@ -85,6 +85,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ({"mode": "pure"}, "another training: mode=pure (the checkpoint has mixed)"),
         ({"optimizer": "sgd", "dtype": "bfloat16"}, "dtype=bfloat16 (the checkpoint has float16), optimizer=sgd"),
+        ({"keep_tied": ["*bias"]}, "keep_tied=['*bias'] (the checkpoint has [])"),
         ({"data": samples("encoder_dynamo", 90, seed=7)}, "on other data than data: array 'tokens' differs"),
         ({"model": exported("encoder_dynamo", seed=9)}, "of another model"),
     ],
@@ -113,11 +114,16 @@ def test_a_checkpoint_with_the_words_of_an_earlier_version_is_gone_on_with(
         "checkpoint": tmp_path / "state",
     }
     plain = FitOptions.plain
-    monkeypatch.setattr(FitOptions, "plain", lambda self: plain(self) | {"mode": "pure-fp16", "dtype": "fp16"})
+
+    def earlier(self: FitOptions) -> dict[str, Any]:
+        known = {name: value for name, value in plain(self).items() if name != "keep_tied"}
+        return known | {"mode": "pure-fp16", "dtype": "fp16"}
+
+    monkeypatch.setattr(FitOptions, "plain", earlier)
     amp.fit(output=tmp_path / "a.onnx", mode="pure", **given)  # type: ignore[arg-type]
     monkeypatch.setattr(FitOptions, "plain", plain)
     for number, word in enumerate(("pure", "pure-fp16", None), 2):
-        mode = {} if word is None else {"mode": word}
+        mode: dict[str, Any] = {} if word is None else {"mode": word, "keep_tied": []}
         result = amp.fit(output=tmp_path / "b.onnx", epochs=number, **mode, **given)  # type: ignore[arg-type]
         assert (result.options.mode, result.options.dtype, len(result.history)) == ("pure", "float16", number)
 
