@@ -278,3 +278,20 @@ def test_several_optimizers_and_windows_share_the_verdict(pure: bool) -> None:
         moved = {name for name, old in before.items() if state()[name] != old}
         assert any("ema" in name for name in moved) == (run % 2 == 1 and not bad_window)
     assert good == 3 and first.get_lr(scope) == first.learning_rate.value(3)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("mode", ["fp32", "amp", "pure", "bare"])
+def test_averages_begin_with_weights_that_are_loaded(mode: str, tmp_path: Path) -> None:
+    """Those of the startup program would be in them for a thousand steps; what a step has moved stays."""
+    net = Net(mode)
+    loaded = {name: (array + 0.25).astype(np.float32) for name, array in net.initial.items()}
+    np.savez(tmp_path / "weights.npz", **loaded)
+    amp.load_weights(tmp_path / "weights.npz", net.main, net.scope)
+    for name, array in loaded.items():
+        kept = array.astype(net[name].dtype).astype(np.float32) if mode == "bare" else array
+        np.testing.assert_array_equal(net[f"{name}_ema_0"], kept)
+    net.step(DATA[1])
+    moved = {name: net[f"{name}_ema_0"] for name in loaded}
+    amp.load_weights(tmp_path / "weights.npz", net.main, net.scope)
+    for name, array in moved.items():
+        np.testing.assert_array_equal(net[f"{name}_ema_0"], array)
