@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -255,9 +255,11 @@ def shard_tables(tables: Sequence[Variable]) -> None:
     tables are marked sparse (``program.mark_sparse``), and one rank alone keeps all.
 
     Raises:
-        ArgumentError: no table, or one that something else than lookups of rows reads.
+        ArgumentError, ArgumentTypeError: no table, or one that something else than lookups of rows reads.
         OrderError: its program has gradients already.
     """
+    if not isinstance(tables, Iterable):
+        raise ArgumentTypeError(f"shard_tables takes a list of variables, got {tables!r:.80}")
     given = list(tables)
     programs = {table.program: program_of(table) for table in given if isinstance(table, Variable)}
     known = {table for program in programs.values() for table in split_embedding_parameters(program)[0]}

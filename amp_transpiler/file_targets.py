@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from amp_transpiler.errors import ModelFileWriteError
+from amp_transpiler.errors import ArgumentTypeError, ModelFileWriteError
 
 PathLike = str | os.PathLike[str]
 _KINDS = {
@@ -27,8 +27,11 @@ _KINDS = {
 def check_target(path: PathLike, what: str = "") -> Path:
     """Where ``path`` will be written: its name in the folder that it leads to.
 
-    ModelFileWriteError for what cannot be a target; ``what`` names the option or argument in the message.
+    ArgumentTypeError for what is no path, ModelFileWriteError for what cannot be a target; ``what`` names the option or
+    argument in the message.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ArgumentTypeError(f"{what or 'the output'} is {path!r:.80}; expected the path of a file")
     text = os.fspath(path)
     refused = f"{what} '{text}' cannot be written" if what else f"'{text}' cannot be written"
     name = os.path.basename(text)

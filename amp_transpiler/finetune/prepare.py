@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,7 +157,8 @@ def prepare_training(
         notes += ["control flow that is known before the run is straight-line now"] * expand_control_flow(program)
         notes += weights_from_constants(program)
         notes += leave_input_scaling(program)
-        named = adopt_named(program, () if isinstance(trainable, str) else trainable or ())
+        patterns = isinstance(trainable, Iterable) and not isinstance(trainable, str)
+        named = adopt_named(program, trainable if patterns else ())
         notes += [f"'{name}': trained, because named" for name in named]
         notes += once_for_all(program)
         notes += retie(program)
@@ -209,6 +210,9 @@ def _drop_identities(program: Program) -> list[str]:
 def _fix(program: Program, values: Mapping[str, Any], feed_shapes: Mapping[str, Sequence[int]]) -> list[str]:
     """Give inputs their value or shape for good."""
     notes = []
+    for called, given in (("values", values), ("feed_shapes", feed_shapes)):
+        if not isinstance(given, Mapping):
+            raise ArgumentTypeError(f"prepare_training: {called} is {given!r:.80}; expected a mapping from input names")
     for name, shape in feed_shapes.items():
         variable = _input(program, name, "feed_shapes")
         sizes = tuple(shape)

@@ -131,7 +131,7 @@ class Graph(HasStartup):
         """The variable called ``name``; GraphError with near names where there is none."""
         found = self._variables.get(name)
         if found is None:
-            near = difflib.get_close_matches(name, self._variables, 3)
+            near = difflib.get_close_matches(str(name), self._variables, 3)
             hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
             raise GraphError(f"program '{self.name}' has no variable '{name}'{hint}")
         return found

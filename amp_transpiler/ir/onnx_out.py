@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from amp_transpiler.errors import GraphError, ScopeError
+from amp_transpiler.errors import ArgumentTypeError, GraphError, ScopeError
 from amp_transpiler.files import Group
 from amp_transpiler.ir.external import Layout
 from amp_transpiler.ir.gc_pause import collector_paused
@@ -90,6 +90,8 @@ def save(
 
     With ``group`` the files become part of it, and appear with the others.
     """
+    if path is not None and not isinstance(path, str | os.PathLike):
+        raise ArgumentTypeError(f"to_onnx: path is {path!r:.80}; expected the path of a file")
     target = None if path is None else Path(path)
     with collector_paused():
         with getattr(scope, "reading", nullcontext)():  # all of them as one step left them

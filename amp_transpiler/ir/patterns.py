@@ -82,7 +82,8 @@ def _fitting(
     called: Sequence[tuple[Item, list[str]]], patterns: Sequence[str], what: str, nothing: Callable[[str], str] | None
 ) -> dict[Item, str]:
     """The items with a name that fits; ``nothing`` says of a pattern that fits none what it does not match."""
-    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+    listed = isinstance(patterns, Iterable) and not isinstance(patterns, str)
+    if not listed or not all(isinstance(pattern, str) for pattern in patterns):
         raise ArgumentTypeError(f"{what} takes strings, as in ('a/*', 'b/*'); got {patterns!r}")
     found: dict[Item, str] = {}
     for pattern in patterns:

@@ -36,6 +36,9 @@ class Rerun:
     ) -> None:
         if executor is not None and not isinstance(executor, Executor):
             raise ArgumentTypeError(f"executor is {executor!r}; expected an amp.Executor")
+        for name, given in (("feed", feed), ("before", before)):
+            if given is not None and not isinstance(given, Mapping):
+                raise ArgumentTypeError(f"{name} is {given!r:.80}; expected a mapping from names to values")
         self.feed = {key.name if isinstance(key, Variable) else key: value for key, value in (feed or {}).items()}
         self.place: Place = CPUPlace() if executor is None else executor.place
         self.settings = Settings() if executor is None else executor.settings

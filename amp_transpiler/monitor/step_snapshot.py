@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import onnx
 
-from amp_transpiler.errors import ModelFileError, ModelFileNotFoundError
+from amp_transpiler.errors import ArgumentTypeError, ModelFileError, ModelFileNotFoundError
 from amp_transpiler.files import write_files
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.serializing import serialized
@@ -56,6 +56,8 @@ def save_step(
     whole or not at all. ``before`` as in :func:`find_culprit`. ScopeError where the scope lacks a variable of the
     program, ModelFileWriteError where the file cannot be written.
     """
+    if not isinstance(program, Program):
+        raise ArgumentTypeError(f"save_step takes a program as second argument, got {program!r:.80}")
     scope = check_scope(scope)
     stripped = program.clone()
     for variable in stripped.variables:

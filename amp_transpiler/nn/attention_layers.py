@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError
-from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.context import name_scope
 from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import numpy_dtype
-from amp_transpiler.nn.building import FLOATING, append, describe, fixed, variable, whole
+from amp_transpiler.nn.building import FLOATING, append, describe, fixed, layer_name, variable, whole
 from amp_transpiler.nn.elementwise_functions import dropout as drop
 from amp_transpiler.nn.layers import fc
 from amp_transpiler.nn.parameters import Attr
@@ -51,7 +50,7 @@ def multi_head_attention(
     num_heads, width = whole(call, "num_heads", num_heads), fixed(call, "query", query, 2)
     if width % num_heads:
         raise ArgumentError(f"{call}: num_heads={num_heads} does not divide the width {width} of {describe(query)}")
-    name = name or unique_name.generate(call)
+    name = layer_name(call, name)
     with name_scope(name):
         q = _project(query, width, bias_attr, f"{name}.q_proj")
         q = append(call, "Mul", [q, np.array(math.sqrt(num_heads / width), numpy_dtype(str(q.dtype)))], prefix=name)

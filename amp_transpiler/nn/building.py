@@ -93,6 +93,13 @@ def prefixed(prefix: str) -> Iterator[None]:
         yield
 
 
+def layer_name(call: str, name: str | None) -> str:
+    """The name of a layer: what its user gave, or a fresh one."""
+    if name is not None and not isinstance(name, str):
+        raise ArgumentTypeError(f"{call}: name is {shown(name)}; expected a string")
+    return name or unique_name.generate(call)
+
+
 def fresh(call: str) -> str:
     """The prefix of what a call of the function ``call`` appends."""
     prefix = _prefix.get()

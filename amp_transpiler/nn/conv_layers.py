@@ -12,11 +12,10 @@ for each axis, two for each axis (before, behind, before, …), pairs for each d
 from __future__ import annotations
 
 from amp_transpiler.errors import ArgumentError
-from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.nn.activation_functions import activate, check_activation
-from amp_transpiler.nn.building import describe, whole
+from amp_transpiler.nn.building import describe, layer_name, whole
 from amp_transpiler.nn.conv_functions import Attributes, applied, groups_of, sliding, transposed
 from amp_transpiler.nn.initializer import Constant, Initializer, KaimingNormal, XavierUniform
 from amp_transpiler.nn.parameters import Attr, parameter, required
@@ -61,7 +60,7 @@ def _layer(
 ) -> Variable:
     check_activation(call, act)
     required(call, "param_attr", param_attr)
-    name = name or unique_name.generate(call)
+    name = layer_name(call, name)
     weights = parameter(call, f"{name}.w_0", shape, at.x.dtype, param_attr, start)
     bias = None
     if bias_attr is not False:

@@ -8,13 +8,23 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError
-from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.metadata import FULL
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import ONNX_TYPES
 from amp_transpiler.lists.paddle import paddle_arguments
-from amp_transpiler.nn.building import FLOATING, INTEGER, append, constant, fixed, flag, fresh, variable, whole
+from amp_transpiler.nn.building import (
+    FLOATING,
+    INTEGER,
+    append,
+    constant,
+    fixed,
+    flag,
+    fresh,
+    layer_name,
+    variable,
+    whole,
+)
 from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.initializer import XavierUniform
 from amp_transpiler.nn.parameters import Attr, parameter, required
@@ -40,7 +50,7 @@ def embedding(
     """
     call = "embedding"
     variable(call, "x", x, dtypes=INTEGER)
-    name = name or unique_name.generate(call)
+    name = layer_name(call, name)
     table = _table(call, size, dtype, param_attr, name, is_sparse)
     return _rows(call, table, x, _padding_row(call, padding_idx, table), name)
 
@@ -66,7 +76,7 @@ def embedding_bag(
     """
     call = "embedding_bag"
     _bags(call, x, offsets, mode)
-    name = name or unique_name.generate(call)
+    name = layer_name(call, name)
     table = _table(call, size, dtype, param_attr, name, is_sparse)
     return _bagged(call, table, x, offsets, mode, _padding_row(call, padding_idx, table), name)
 

@@ -15,11 +15,10 @@ import math
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
-from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.nn.activation_functions import activate, check_activation
-from amp_transpiler.nn.building import FLOATING, append, describe, fixed, variable, whole
+from amp_transpiler.nn.building import FLOATING, append, describe, fixed, layer_name, variable, whole
 from amp_transpiler.nn.initializer import Constant, XavierUniform
 from amp_transpiler.nn.parameters import Attr, parameter, required
 
@@ -55,7 +54,7 @@ def fc(
         )
     features = math.prod(fixed(call, "x", x, axis) for axis in range(kept, rank))
     required(call, "param_attr", param_attr)
-    name = name or unique_name.generate(call)
+    name = layer_name(call, name)
     weight = parameter(call, f"{name}.w_0", [features, size], x.dtype, param_attr, XavierUniform())
     bias = parameter(call, f"{name}.b_0", [size], x.dtype, bias_attr, Constant()) if bias_attr is not False else None
     if rank > kept + 1:
@@ -96,7 +95,7 @@ def prelu(
     elif mode == "element":
         shape = [1, *(fixed(call, "x", x, i) for i in range(1, rank))]
     required(call, "param_attr", param_attr)
-    name = name or unique_name.generate(call)
+    name = layer_name(call, name)
     slope = parameter(call, f"{name}.w_0", shape, x.dtype, param_attr, Constant(0.25))
     if mode == "channel" and axis != rank - 1:
         slope = append(call, "Reshape", [slope, np.array([-1, *[1] * (rank - 2)], np.int64)], prefix=name)

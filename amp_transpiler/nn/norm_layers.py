@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
-from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.metadata import ASKED, SYNCHRONIZED
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import numpy_dtype
@@ -27,6 +26,7 @@ from amp_transpiler.nn.building import (
     fixed,
     fresh,
     integers,
+    layer_name,
     real,
     variable,
     whole,
@@ -104,7 +104,7 @@ def batch_norm(
         raise ArgumentError(f"{call}: momentum must be in [0, 1], not {momentum}")
     attrs = {"epsilon": _epsilon(call, epsilon), "momentum": float(momentum)}
     dtype = "float64" if x.dtype == "float64" else "float32"
-    name = name or unique_name.generate(call)
+    name = layer_name(call, name)
     affine = _scale_and_bias(call, name, [channels], dtype, param_attr, bias_attr)
     states = [
         parameter(call, f"{name}.{suffix}", [channels], dtype, attr, Constant(start), False)
@@ -179,7 +179,7 @@ def layer_norm(
     axis = axis_of(call, begin_norm_axis, x, "begin_norm_axis")
     shape = [fixed(call, "x", x, i) for i in range(axis, len(x.shape or ()))]
     attrs = {"axis": axis, "epsilon": _epsilon(call, epsilon)}
-    name = name or unique_name.generate(call)
+    name = layer_name(call, name)
     weight, bias = _scale_and_bias(
         call, name, shape, str(x.dtype), param_attr if scale else False, bias_attr if shift else False
     )
@@ -209,7 +209,7 @@ def group_norm(
     if channels % count:
         raise ArgumentError(f"{call}: groups={count} must divide the {channels} channels of {describe(x)}")
     attrs = {"num_groups": count, "epsilon": _epsilon(call, epsilon)}
-    name = name or unique_name.generate(call)
+    name = layer_name(call, name)
     inputs = _scale_and_bias(call, name, [channels], str(x.dtype), param_attr, bias_attr)
     y = append(call, "GroupNormalization", [at.channels_first(name), *inputs], attrs=attrs, prefix=name)
     return activate(call, at.as_given(y, name), act, name)
@@ -232,7 +232,7 @@ def instance_norm(
     variable(call, "x", x, dtypes=FLOATING, min_rank=3)
     at = _image(call, x, data_format)
     channels, attrs = at.channels, {"epsilon": _epsilon(call, epsilon)}
-    name = name or unique_name.generate(call)
+    name = layer_name(call, name)
     inputs = _scale_and_bias(call, name, [channels], str(x.dtype), param_attr, bias_attr)
     y = append(call, "InstanceNormalization", [at.channels_first(name), *inputs], attrs=attrs, prefix=name)
     return at.as_given(y, name)

@@ -7,10 +7,19 @@ import math
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
-from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.lists.paddle import paddle_arguments
-from amp_transpiler.nn.building import FLOATING, INTEGER, append, append_many, describe, fixed, variable, whole
+from amp_transpiler.nn.building import (
+    FLOATING,
+    INTEGER,
+    append,
+    append_many,
+    describe,
+    fixed,
+    layer_name,
+    variable,
+    whole,
+)
 from amp_transpiler.nn.initializer import Uniform
 from amp_transpiler.nn.parameters import Attr, ParamAttr, parameter, required
 from amp_transpiler.ops.rnn.gates import GATES
@@ -129,7 +138,7 @@ def _stack(
         _check_state(call, state, layers * directions, hidden)
     if lengths is not None:
         variable(call, "sequence_length", lengths, dtypes=INTEGER, rank=1)
-    name = name or unique_name.generate(call)
+    name = layer_name(call, name)
     if lengths is not None and lengths.dtype != "int32":
         lengths = append(call, "Cast", [lengths], attrs={"to": 6}, prefix=name)
     y = x if time_major else append(call, "Transpose", [x], attrs={"perm": [1, 0, 2]}, prefix=name)

@@ -16,7 +16,7 @@ from enum import Enum
 from inspect import getdoc
 from typing import Any, ClassVar, Generic, TypeVar, overload
 
-from amp_transpiler.errors import ArgumentError, GraphError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError
 from amp_transpiler.ir.clone import clone
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import BACKWARD, FORWARD, UPDATE
@@ -168,7 +168,13 @@ class Pipeline:
     """
 
     def __init__(self, passes: str | Iterable[Pass]) -> None:
-        self.passes = tuple(map(_made, parse(passes)) if isinstance(passes, str) else passes)
+        given = passes if isinstance(passes, Iterable) else (passes,)
+        self.passes = tuple(map(_made, parse(passes)) if isinstance(passes, str) else given)
+        wrong = next((each for each in self.passes if not isinstance(each, Pass)), None)
+        if wrong is not None or given is not passes:
+            raise ArgumentTypeError(
+                f"Pipeline takes passes, or their text, such as 'canonicalize,autodiff'; got {wrong!r:.80}"
+            )
 
     def __str__(self) -> str:
         return ",".join(map(str, self.passes))

@@ -43,6 +43,8 @@ def save_inference_model(
     """
     if not isinstance(executor, Executor):
         raise ArgumentTypeError(f"save_inference_model takes an Executor as fourth argument, got {executor!r}")
+    if program is not None and not isinstance(program, Program):
+        raise ArgumentTypeError(f"save_inference_model: program is {program!r:.80}; expected a Program")
     feeds, fetches = _names(feed_vars, "feed_vars"), _names(fetch_vars, "fetch_vars")
     if not fetches:
         raise ArgumentError("save_inference_model: fetch_vars is empty; name what the model is to compute")
