@@ -77,6 +77,7 @@ class Kind(Enum):
     OTHER_TYPE = "it computes in {detail}"
     KEPT_SLOTS = "its slots stay fp32"
     ONE_TYPE = "its kernels take '{subject}' in {detail} alone, and it is {detail}"
+    QUANTISED = "onnxruntime makes one integer kernel of '{subject}' and what quantises it, whose scales are fp32"
     # -- numbers -----------------------------------------------------------------------------------
     LOSS = "makes the loss"
     STATISTICS = "statistics of a normalisation"

@@ -20,6 +20,7 @@ from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.integer_valued import keep_integer_valued
 from amp_transpiler.passes.numerics.overflow_rules import apply_overflow_rules
+from amp_transpiler.passes.numerics.quantised import keep_quantised
 from amp_transpiler.passes.numerics.ranges import Ranges
 from amp_transpiler.passes.numerics.rounding_loss import check_constants
 from amp_transpiler.passes.pipeline import Context, Pass
@@ -38,6 +39,7 @@ def known_constraints(
     check_constants(program, dtype, constraints, flow, ranges.extremes)
     progress("integers and ranges")
     keep_integer_valued(program, constraints)
+    keep_quantised(program, constraints)
     apply_overflow_rules(program, dtype, ranges, constraints, flow)
     return constraints
 
