@@ -12,6 +12,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.lists import place_traits
+from amp_transpiler.monitor.step_snapshot import as_state
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.passes.lowering.place import CPUPlace, Place, arithmetic_of
 from amp_transpiler.passes.view.training_step import TrainingStep
@@ -19,6 +20,7 @@ from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.binding import PlainStep, Step, needs_plain
 from amp_transpiler.runtime.executor import Executor
 from amp_transpiler.runtime.feeds import Feeds, shape_of
+from amp_transpiler.runtime.given_executor import given_executor
 from amp_transpiler.runtime.scope import Scope, check_scope
 from amp_transpiler.runtime.session import Settings, create_session
 
@@ -34,8 +36,8 @@ class Rerun:
     def __init__(
         self, feed: Values | None, scope: Scope | None, executor: Executor | None, before: Values | None
     ) -> None:
-        if executor is not None and not isinstance(executor, Executor):
-            raise ArgumentTypeError(f"executor is {executor!r}; expected an amp.Executor")
+        if executor is not None:
+            executor = given_executor(executor, "executor: expected an amp.Executor")
         for name, given in (("feed", feed), ("before", before)):
             if given is not None and not isinstance(given, Mapping):
                 raise ArgumentTypeError(f"{name} is {given!r:.80}; expected a mapping from names to values")
@@ -53,8 +55,7 @@ class Rerun:
             if not self.scope.has_var(name):
                 raise ArgumentError(f"'{name}' is no variable of the scope, so the step had no value of it before")
             old = self.scope.ort_values[name]
-            array = np.asarray(value, self.scope.find_var(name).dtype).reshape(old.shape())
-            self.scope.set_var(name, array)
+            self.scope.set_var(name, as_state(name, value, device_tensors.to_array(old)))
 
     def run(self, program: Graph, names: Sequence[str], keep_fp32: Collection[str] = frozenset()) -> list[Any]:
         """The values of variables; those in ``keep_fp32`` are held in fp32 (see ``passes.lowering.lower``).

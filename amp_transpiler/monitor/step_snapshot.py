@@ -11,17 +11,18 @@ from typing import Any, BinaryIO
 import numpy as np
 import onnx
 
-from amp_transpiler.errors import ArgumentTypeError, ModelFileError, ModelFileNotFoundError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ModelFileError, ModelFileNotFoundError
 from amp_transpiler.files import write_files
-from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.serializing import serialized
 from amp_transpiler.ir.types import element_type, numpy_dtype
 from amp_transpiler.passes.view.training_step import training_step
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
+from amp_transpiler.runtime.feeds import Feeds
 from amp_transpiler.runtime.scope import Scope, check_scope
 
 _BITS = {1: np.uint8, 2: np.uint16}
+_FORMAT, _VERSION = "amp_transpiler step", 1
 _META, _PROGRAM, _FEED, _STATE = "meta", "program", "feed/", "state/"
 
 
@@ -33,6 +34,15 @@ def step_state(program: Program, scope: Scope | None = None) -> dict[str, np.nda
     scope = check_scope(scope)
     with scope.reading():
         return {name: scope.find_var(name) for name in changed_names(program) if scope.has_var(name)}
+
+
+def as_state(name: str, value: Any, state: np.ndarray) -> np.ndarray:
+    """A value that a variable had, as its state is now. ArgumentError where it does not fit."""
+    try:
+        return np.asarray(value, state.dtype).reshape(state.shape)
+    except (TypeError, ValueError) as error:
+        shape = f"{state.dtype} of shape {list(state.shape)}"
+        raise ArgumentError(f"before: the value of '{name}' is not {shape} ({error})") from None
 
 
 def changed_names(program: Program) -> list[str]:
@@ -54,7 +64,8 @@ def save_step(
 
     The file is an ``.npz`` of plain arrays (the program as the bytes of an ONNX model), without pickles; it appears
     whole or not at all. ``before`` as in :func:`find_culprit`. ScopeError where the scope lacks a variable of the
-    program, ModelFileWriteError where the file cannot be written.
+    program, ModelFileWriteError where the file cannot be written; FeedError and FeedTypeError as of ``Executor.run``,
+    ArgumentError for values of ``before`` that do not fit.
     """
     if not isinstance(program, Program):
         raise ArgumentTypeError(f"save_step takes a program as second argument, got {program!r:.80}")
@@ -67,21 +78,21 @@ def save_step(
     with scope.reading():
         kept = [v.name for v in program.variables if v.persistable and v.name not in scope.elsewhere]
         states = {name: scope.find_var(name) for name in kept}
-    states |= {
-        name: np.asarray(v, states[name].dtype).reshape(states[name].shape)
-        for name, v in (before or {}).items()
-        if name in states
-    }
+    for name, value in (before or {}).items():
+        if name not in states:
+            raise ArgumentError(f"save_step: before names '{name}', which is no variable of the scope")
+        states[name] = as_state(name, value, states[name])
     arrays = {_STATE + name: value for name, value in states.items()}
-    for key, value in (feed or {}).items():
-        name = key.name if isinstance(key, Variable) else key
-        array = device_tensors.to_array(value) if hasattr(value, "device_name") else np.asarray(value)
-        arrays[_FEED + name] = array
+    feeds = Feeds(program, [v for op in program.operators for v in op.outputs if v is not None])
+    fed = feeds.check(feed)
+    feeds.check_shapes(fed)
+    for name, value in fed.items():
+        arrays[_FEED + name] = device_tensors.to_array(value) if hasattr(value, "device_name") else np.asarray(value)
     types = {name: element_type(array.dtype) for name, array in arrays.items() if array.dtype.isbuiltin == 2}
     content |= {
         name: array.view(_BITS[array.dtype.itemsize]) if name in types else array for name, array in arrays.items()
     }
-    meta = {"format": "amp_transpiler step", "version": 1, "name": program.name, "types": types}
+    meta = {"format": _FORMAT, "version": _VERSION, "name": program.name, "types": types}
     content[_META] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
 
     def write(stream: BinaryIO) -> None:
@@ -103,10 +114,13 @@ def load_step(path: str | os.PathLike[str]) -> tuple[Program, dict[str, np.ndarr
             content = {name: stored[name] for name in stored.files}
         meta = json.loads(content.pop(_META).tobytes())
         model = onnx.ModelProto.FromString(content.pop(_PROGRAM).tobytes())
-        types = dict(meta["types"])
+        types, name = dict(meta["types"]), str(meta["name"])
+        if (meta["format"], meta["version"]) != (_FORMAT, _VERSION):
+            raise ValueError(f"format {meta['format']!r}, version {meta['version']!r}")
     except Exception as error:  # zipfile's, numpy's, protobuf's and json's have no common base class
-        raise ModelFileError(f"'{path}' is no step that amp.save_step wrote, or is damaged ({error})") from None
-    program = Program.from_onnx(model, name=meta["name"])
+        why = "" if "pickle" in str(error) else f" ({error})"  # numpy's advice would be a bad one
+        raise ModelFileError(f"'{path}' is no step that amp.save_step wrote, or is damaged{why}") from None
+    program = Program.from_onnx(model, name=name)
     feed, scope = {}, Scope()
     for name, array in content.items():
         value = array.view(numpy_dtype(types[name])) if name in types else array

@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -45,6 +46,8 @@ class _LineWriter(_Writer):
 
     def __init__(self, path: str | os.PathLike[str], append: bool = False) -> None:
         target = check_target(path)
+        if append:
+            _end_line(target)
         self._file = open(target, "a" if append else "w", encoding="utf-8", newline="", buffering=1)  # noqa: SIM115
         self._empty = self._file.tell() == 0
 
@@ -52,10 +55,19 @@ class _LineWriter(_Writer):
         self._file.close()
 
 
+def _end_line(path: Path) -> None:
+    """End the last line of a file where it was cut short, so that the next one is whole."""
+    if path.exists() and path.stat().st_size:
+        with open(path, "rb+") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+
+
 class CsvWriter(_LineWriter):
     """A CSV file with a head line; fields as in ``StepReport.to_dict``, groups joined by spaces, nothing for None.
 
-    One that is gone on with keeps the columns that it has.
+    One that is gone on with keeps the columns that it has; a line that was cut short is ended.
 
     ModelFileWriteError, an OSError, where the file can be no target, OSError where it cannot be written.
     """
@@ -64,8 +76,16 @@ class CsvWriter(_LineWriter):
         super().__init__(path, append)
         self._columns: list[str] = []
         if not self._empty:
-            with open(self._file.name, encoding="utf-8", newline="") as file:
-                self._columns = next(csv.reader(file), [])
+            try:
+                with open(self._file.name, encoding="utf-8", newline="") as file:
+                    self._columns = next(csv.reader(file), [])
+            except (UnicodeDecodeError, csv.Error):
+                self._columns = [""]
+            if "step" not in self._columns:
+                self.close()
+                raise ModelFileWriteError(
+                    f"'{path}' cannot be gone on with: its first line names no columns of step reports"
+                )
 
     def _write(self, report: StepReport) -> None:
         record = report.to_dict()

@@ -111,25 +111,29 @@ class ExponentialMovingAverage:
 
     @contextmanager
     def applied(self, scope: Scope | None = None) -> Iterator[Scope]:
-        """Let the parameters in ``scope`` (default: the global one) be their averages inside, to evaluate or to save.
+        """Let the parameters in ``scope`` (default: the global one) be their averages inside, to evaluate, or to save
+        for inference. A checkpoint has the averages beside the parameters: save it outside.
 
         A 16-bit parameter gets its average rounded to nearest. Afterwards, also after an error or Ctrl-C, the very
         values of before are back; train outside, where they are, also in other threads (what they train inside is
-        lost). Where averages lie on several ranks (``amp.distributed.shard_optimizer``) all of them call it.
+        lost, and ``save_checkpoint`` is an OrderError). Where averages lie on several ranks
+        (``amp.distributed.shard_optimizer``) all of them call it.
         OrderError: before ``update``. ScopeError: the startup program never ran.
         """
         scope = check_scope(scope)
         with scope.reading():
             averages = self._values(scope)
-            before = {name: scope.ort_values[name] for name in averages}
+            before, outer = {name: scope.ort_values[name] for name in averages}, scope.stand_in
         try:
             scope.hold(averages)
+            scope.stand_in = "ExponentialMovingAverage.applied"
             yield scope
         finally:
             try:
                 scope.hold(before)
             finally:
                 scope.hold(before)  # where Ctrl-C came just before the first
+                scope.stand_in = outer
 
     def copy_to(self, scope: Scope | None = None) -> None:
         """Give parameters, and master weights, the values of their averages for good; errors as of ``applied``."""

@@ -50,7 +50,8 @@ class PiecewiseDecay(LRScheduler):
 class LinearWarmup(LRScheduler):
     """``start_lr + (end_lr - start_lr) * step / warmup_steps`` for ``warmup_steps`` steps, then ``learning_rate``.
 
-    ``learning_rate`` is a number or another schedule, which begins with its step 0 when the warm-up is over.
+    ``learning_rate`` is a number or another schedule, which begins with its step 0 when the warm-up is over; where that
+    one is ``by_user``, so is this.
     """
 
     def __init__(self, learning_rate: float | LRScheduler, warmup_steps: int, start_lr: float, end_lr: float) -> None:
@@ -61,6 +62,8 @@ class LinearWarmup(LRScheduler):
             start_lr=rate(self, "start_lr", start_lr),
             end_lr=rate(self, "end_lr", end_lr),
         )
+        if after.stepped_by_user:
+            self.by_user()
 
 
 @paddle_arguments("optimizer.lr")

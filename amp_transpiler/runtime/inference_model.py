@@ -14,6 +14,7 @@ from amp_transpiler.passes.numerics.mixed_norms import write_mixed_norms
 from amp_transpiler.passes.numerics.one_type_norms import write_norms_of_one_type
 from amp_transpiler.program import Program, default_main_program, program_of
 from amp_transpiler.runtime.executor import Executor
+from amp_transpiler.runtime.given_executor import given_executor
 from amp_transpiler.runtime.scope import Scope, check_scope
 
 Variables = Sequence[Variable | str]
@@ -41,8 +42,7 @@ def save_inference_model(
     where the scope lacks a parameter; GraphError where it holds another type than the program declares;
     ModelFileWriteError where the file cannot be written.
     """
-    if not isinstance(executor, Executor):
-        raise ArgumentTypeError(f"save_inference_model takes an Executor as fourth argument, got {executor!r}")
+    given_executor(executor, "save_inference_model takes an Executor as fourth argument")
     if program is not None and not isinstance(program, Program):
         raise ArgumentTypeError(f"save_inference_model: program is {program!r:.80}; expected a Program")
     feeds, fetches = _names(feed_vars, "feed_vars"), _names(fetch_vars, "fetch_vars")
@@ -72,8 +72,7 @@ def load_inference_model(
     They replace variables of the same names there: give the model a scope of its own (``scope_guard(Scope())``, or
     ``scope=``) where others must stay. ModelFileError and GraphError as :meth:`Program.from_onnx`.
     """
-    if not isinstance(executor, Executor):
-        raise ArgumentTypeError(f"load_inference_model takes an Executor as second argument, got {executor!r}")
+    executor = given_executor(executor, "load_inference_model takes an Executor as second argument")
     program = Program.from_onnx(path)
     if program.startup is not None:
         executor.run(program.startup, scope=check_scope(scope))

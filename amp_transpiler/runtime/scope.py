@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 
-from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ScopeError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError, ScopeError
 from amp_transpiler.ir.context import inside
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
 from amp_transpiler.lists.paddle import paddle_attributes
@@ -43,9 +43,19 @@ class Scope:
         self.elsewhere: Mapping[str, int] = MappingProxyType({})
         #: The rows of variables that are dealt out among the ranks, by name; of these it holds its own.
         self.dealt: Mapping[str, int] = MappingProxyType({})
+        #: What let parameters be something else than what is trained, for as long as it lasts; empty: nothing.
+        self.stand_in = ""
         self._lock = StepLock()
 
     __getattr__ = paddle_attributes("amp_transpiler.Scope")
+
+    def check_trained(self) -> None:
+        """OrderError where parameters are something else than what is trained, for the time being."""
+        if self.stand_in:
+            raise OrderError(
+                f"inside {self.stand_in} parameters are not what is trained, and their state is: save it outside; "
+                "save_inference_model takes parameters as they are"
+            )
 
     def reading(self) -> AbstractContextManager[None]:
         """Inside, no other thread changes the scope: the values of several ``find_var`` belong to one step.

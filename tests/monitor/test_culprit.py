@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import amp_transpiler as amp
-from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ModelFileError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, FeedError, ModelFileError
 from amp_transpiler.monitor.culprit import called
 from amp_transpiler.monitor.finiteness_probes import PROBES, floats, operators_of, with_probes
 from amp_transpiler.monitor.rerun import Rerun
@@ -311,6 +314,40 @@ def test_files_that_are_no_step(tmp_path: object, mlp: Ready) -> None:
         amp.find_culprit(path)
     with pytest.raises(OSError):
         amp.save_step(tmp_path / "no" / "step.npz", mlp.main, mlp.feeds, mlp.scope)
+
+
+def test_what_is_saved_can_be_run(tmp_path: Path, mlp: Ready) -> None:
+    """Feeds as a run takes them, of lists too; what it refuses is refused before a file is written."""
+    path = tmp_path / "step.npz"
+    lists = {name: array.tolist() for name, array in mlp.feeds.items()}
+    amp.save_step(path, mlp.main, lists, mlp.scope)
+    assert amp.find_culprit(path) is None and amp.find_culprit(path, executor=amp.watch(mlp.executor)) is None
+    path.unlink()
+    with pytest.raises(FeedError):
+        amp.save_step(path, mlp.main, None, mlp.scope)
+    with pytest.raises(FeedError, match="nope"):
+        amp.save_step(path, mlp.main, {**mlp.feeds, "nope": 1}, mlp.scope)
+    with pytest.raises(ArgumentError, match="'nope', which is no variable of the scope"):
+        amp.save_step(path, mlp.main, mlp.feeds, mlp.scope, before={"nope": 1})
+    for call in (partial(amp.save_step, path), amp.find_culprit):
+        with pytest.raises(ArgumentError, match=r"'fc_0.w_0' is not float32 of shape"):
+            call(mlp.main, mlp.feeds, mlp.scope, before={"fc_0.w_0": np.zeros(3)})
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("meta", [{"version": 99}, {"format": "another"}, {"name": None}])
+def test_a_step_of_another_version(meta: dict[str, Any], tmp_path: Path, mlp: Ready) -> None:
+    path = tmp_path / "step.npz"
+    amp.save_step(path, mlp.main, mlp.feeds, mlp.scope)
+    with np.load(path) as stored:
+        content = dict(stored)
+    said = {k: v for k, v in (json.loads(content["meta"].tobytes()) | meta).items() if v is not None}
+    np.savez(path, **(content | {"meta": np.frombuffer(json.dumps(said).encode(), np.uint8)}))
+    with pytest.raises(ModelFileError, match="no step that amp.save_step wrote"):
+        amp.find_culprit(path)
+    path.write_text("a text")
+    with pytest.raises(ModelFileError, match="or is damaged$"):
+        amp.find_culprit(path)
 
 
 def test_bad_arguments(mlp: Ready) -> None:

@@ -8,6 +8,8 @@ import json
 import math
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -177,6 +179,27 @@ def test_csv(tmp_path: object, run_of_three: list[object]) -> None:
     assert [row["step"] for row in rows] == ["0", "1", "2"] and list(rows[0]) == list(run_of_three[0].to_dict())
     assert rows[0]["skipped"] == "True" and rows[0]["overflow"] == "fc_0.* fc_1.* fc_2.*"
     assert float(rows[2]["loss"]) == run_of_three[2].loss and rows[2]["overflow"] == ""
+
+
+def test_a_file_that_was_cut_short_is_gone_on_with(tmp_path: Path, run_of_three: list[Any]) -> None:
+    for kind, name in ((amp.CsvWriter, "log.csv"), (amp.JsonlWriter, "log.jsonl")):
+        path = tmp_path / name
+        with kind(path) as writer:
+            for report in run_of_three[:2]:
+                writer.write(report)
+        whole = path.read_text()
+        path.write_text(whole[:-9])
+        with kind(path, append=True) as writer:
+            writer.write(run_of_three[1])
+        lines = path.read_text().splitlines()
+        assert lines[-1] == whole.splitlines()[-1] and lines[-2] == lines[-1][:-8]
+
+
+@pytest.mark.parametrize("content", [b"time,foo\n1,2\n", b"\xff\xfe\x00"])
+def test_a_file_of_something_else_is_not_gone_on_with(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "other.csv").write_bytes(content)
+    with pytest.raises(amp.errors.ModelFileWriteError, match="names no columns of step reports"):
+        amp.CsvWriter(tmp_path / "other.csv", append=True)
 
 
 def test_jsonl(tmp_path: object, run_of_three: list[object]) -> None:

@@ -295,3 +295,32 @@ def test_averages_begin_with_weights_that_are_loaded(mode: str, tmp_path: Path) 
     amp.load_weights(tmp_path / "weights.npz", net.main, net.scope)
     for name, array in moved.items():
         np.testing.assert_array_equal(net[f"{name}_ema_0"], array)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "pure"])
+def test_a_checkpoint_is_of_what_is_trained(mode: str, tmp_path: Path) -> None:
+    """Inside it would have averages as parameters beside masters that are none."""
+    net = Net(mode)
+    net.step(DATA[1])
+    with net.ema.applied(net.scope) as scope:
+        with pytest.raises(amp.errors.OrderError, match="inside ExponentialMovingAverage.applied"):
+            amp.save_checkpoint(tmp_path / "state", net.main, scope)
+        amp.save_inference_model(tmp_path / "averages.onnx", ["x"], [net.out], net.exe, net.main, scope=scope)
+    assert [path.name for path in tmp_path.iterdir()] == ["averages.onnx"]
+    amp.save_checkpoint(tmp_path / "state", net.main, net.scope, step=np.int64(1))
+    assert amp.load_checkpoint(tmp_path / "state", net.main, net.scope).step == 1
+
+
+def test_averages_begin_with_a_checkpoint_that_has_none(tmp_path: Path) -> None:
+    net, other = Net("pure"), Net("pure")
+    amp.save_checkpoint(tmp_path / "state", net.main, net.scope)
+    tensors = tmp_path / "weights.npz"
+    np.savez(tensors, **{name: array + 1 for name, array in net.initial.items()})
+    amp.load_weights(tensors, other.main, other.scope)
+    plain = Net("fp32", decay=0.0)
+    main = plain.test  # without averages
+    amp.load_weights(tensors, main, plain.scope)
+    amp.save_checkpoint(tmp_path / "plain", main, plain.scope)
+    amp.load_checkpoint(tmp_path / "plain", net.main, net.scope, strict=False)
+    for name in PARAMETERS:
+        np.testing.assert_array_equal(net[f"{name}_ema_0"], net.initial[name] + 1)

@@ -145,6 +145,11 @@ LONG: list[lr.LRScheduler] = [
 EVERY = pytest.mark.parametrize("schedule", LONG, ids=[f"{i}-{type(s).__name__}" for i, s in enumerate(LONG)])
 
 
+def test_a_warm_up_is_advanced_as_what_follows_it() -> None:
+    assert lr.LinearWarmup(lr.StepDecay(0.1, 1, 0.5).by_user(), 2, 0.0, 0.1).stepped_by_user
+    assert not lr.LinearWarmup(lr.StepDecay(0.1, 1, 0.5), 2, 0.0, 0.1).stepped_by_user
+
+
 @pytest.mark.parametrize("schedule, recorded", [case[1:] for case in TORCH], ids=[case[0] for case in TORCH])
 def test_rates_are_torchs(schedule: lr.LRScheduler, recorded: list[float]) -> None:
     assert [schedule.value(step) for step in AT] == pytest.approx(recorded, rel=1e-10, abs=1e-15)

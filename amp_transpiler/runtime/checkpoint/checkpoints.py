@@ -135,7 +135,7 @@ def save_checkpoint(
         written = _written(others)
         meta |= {
             "number": 1 + max(written.values(), default=0),
-            "step": step,
+            "step": None if step is None else int(step),
             "data_position": _plain(data_position, f"{call}: data_position"),
             "extra": _plain(extra, f"{call}: extra"),
         }
@@ -240,6 +240,7 @@ def gathered_state(program: Program, scope: Scope) -> tuple[dict[str, Any], dict
 
     Without what the caller of :func:`save_checkpoint` says, and without the file. ScopeError as there.
     """
+    scope.check_trained()
     slots = state_slots(program)
     values = {v.name: value for v in slots if (value := _held(v, slots[v], program, scope)) is not None}
     return values, {

@@ -22,6 +22,7 @@ from amp_transpiler.passes.view.training_step import training_step
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.checkpoint.state_slots import (
+    AVERAGED,
     BEFORE,
     INFERENCE,
     MASTER,
@@ -58,7 +59,7 @@ class Stored:
 class Restored:
     """Values for variables of a program. ``converted``: some were made of others; it is not the same program.
 
-    ``others``: variables whose values other ranks take, and which.
+    ``others``: variables whose values other ranks take, and which. ``begun``: moving averages that begin with them.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -67,10 +68,11 @@ class Restored:
     extra: list[str] = field(default_factory=list)
     wrong: dict[str, str] = field(default_factory=dict)
     converted: bool = False
+    begun: dict[str, Any] = field(default_factory=dict)
 
     def put(self, program: Program, scope: Scope) -> None:
         """Let the scope have the values; the memory of those that it had goes back."""
-        scope.hold(self.values)
+        scope.hold(self.values | self.begun)
         scope.leave(self.others)
         scope.deal(whole_rows(program), self.values)
         trim()
@@ -111,6 +113,25 @@ def restore(
     if not weights_only:
         absent = [v for v, source in sources.items() if source is None]
         found.values |= _unstored(program, absent, scope, found, what, slots)
+    found.begun = _beginnings(program, scope, found.values)
+    return found
+
+
+def _beginnings(program: Program, scope: Scope, loaded: Mapping[str, Any]) -> dict[str, Any]:
+    """Values for the moving averages, without a stored one, of loaded parameters that are what those were: no step has
+    moved them yet."""
+    slots = state_slots(program)
+    masters = {slot.of: v.name for v, slot in slots.items() if slot.role == MASTER}
+    found = {}
+    for average, slot in slots.items():
+        followed = masters.get(slot.of, slot.of)
+        followed = followed if scope.has_var(followed) else slot.of
+        wanted = slot.role == AVERAGED and average.name not in loaded and followed in loaded
+        if wanted and all(map(scope.has_var, (average.name, followed))):
+            value, before = scope.find_var(average.name), scope.find_var(followed)
+            if np.array_equal(value.astype(before.dtype, copy=False), before):
+                array = device_tensors.to_array(loaded[followed])
+                found[average.name] = device_tensors.from_array(array.astype(value.dtype, copy=False))
     return found
 
 

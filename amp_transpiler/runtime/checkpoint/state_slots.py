@@ -12,6 +12,7 @@ from amp_transpiler.ir.nodes import FORWARD, OWN, Operator, Variable
 from amp_transpiler.ir.tensors import SMALL, as_array, tensor_type
 from amp_transpiler.ops.training.all_reduce import ALL_GATHER, ALL_REDUCE
 from amp_transpiler.ops.training.dealt_tables import SEND
+from amp_transpiler.ops.training.monitor import INSPECT, SUMMARY
 from amp_transpiler.ops.training.sparse import MERGE
 from amp_transpiler.passes.view.training_step import TrainingStep, Update, training_step, ungated
 from amp_transpiler.program import Program
@@ -120,13 +121,19 @@ def scaler_settings(program: Program) -> list[dict[str, Any]]:
 def fingerprint(program: Program) -> str:
     """A hash of what a program computes: operators, attributes, small constants, names of inputs and of state.
 
-    Names of intermediate values, the values of weights and seeds, and how many ranks share the work play no part.
+    Names of intermediate values, the values of weights and seeds, how many ranks share the work, and whether steps are
+    reported play no part.
     """
     found = hashlib.sha256()
     for line in _lines(program, {}):
         found.update(line)
         found.update(b"\n")
     return found.hexdigest()
+
+
+def _only_tells(op: Operator) -> bool:
+    """Whether an operator is there for reports of steps alone."""
+    return op.domain == OWN and op.type in (SUMMARY, INSPECT)
 
 
 def _only_meets(op: Operator) -> bool:
@@ -148,6 +155,8 @@ def _lines(program: Graph, numbers: dict[Variable, str]) -> Iterator[bytes]:
             numbers[variable] = _constant(variable.data)
     reduced: dict[Variable, str] = {}
     for op in program.operators:
+        if _only_tells(op):
+            continue
         if _only_meets(op):
             pairs = zip(op.inputs, op.outputs, strict=True)
             for old, new in pairs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,9 @@ from amp_transpiler.ir.patterns import matching_names
 from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.ir.types import element_type
 from amp_transpiler.program import Program
-from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.checkpoint.renaming import Renames, renamed
 from amp_transpiler.runtime.checkpoint.restore import Stored, restore
-from amp_transpiler.runtime.checkpoint.state_slots import AVERAGED, MASTER, PARAMETER, UNUSED, Key, state_slots
+from amp_transpiler.runtime.checkpoint.state_slots import PARAMETER, UNUSED, Key
 from amp_transpiler.runtime.checkpoint.writing import SAFETENSORS_TYPES
 from amp_transpiler.runtime.scope import Scope, check_scope
 
@@ -84,26 +83,8 @@ def load_weights(
         if name is not None:
             stored[("value", name, 0)] = _transposed(one) if one in turned else one
     found = restore(program, stored, scope, f"'{file}'", strict=strict, weights_only=True)
-    loaded = (*found.values, *found.others)
-    found.values |= _beginnings(program, scope, found.values)
     found.put(program, scope)
-    return LoadedWeights(file, loaded, tuple(found.missing), tuple(found.extra))
-
-
-def _beginnings(program: Program, scope: Scope, loaded: Mapping[str, Any]) -> dict[str, Any]:
-    """Values for the moving averages of loaded parameters that are what those were: which no step has moved yet."""
-    slots = state_slots(program)
-    masters = {slot.of: v.name for v, slot in slots.items() if slot.role == MASTER}
-    found = {}
-    for average, slot in slots.items():
-        followed = masters.get(slot.of, slot.of)
-        followed = followed if scope.has_var(followed) else slot.of
-        if slot.role == AVERAGED and followed in loaded and all(map(scope.has_var, (average.name, followed))):
-            value, before = scope.find_var(average.name), scope.find_var(followed)
-            if np.array_equal(value.astype(before.dtype, copy=False), before):
-                array = device_tensors.to_array(loaded[followed])
-                found[average.name] = device_tensors.from_array(array.astype(value.dtype, copy=False))
-    return found
+    return LoadedWeights(file, (*found.values, *found.others), tuple(found.missing), tuple(found.extra))
 
 
 def _transposed(one: Stored) -> Stored:

@@ -214,6 +214,7 @@ def test_fingerprint() -> None:
     one, other = build(), build()
     assert fingerprint(one.main) == fingerprint(other.main) == fingerprint(one.main.clone())
     other.main.seed = 9
+    amp.StepReports(other.main)  # whether steps are reported changes nothing
     assert fingerprint(one.main) == fingerprint(other.main)
     prints = [fingerprint(build(*case).main) for case in (("Adam",), ("AdamW",), ("Adam", "amp"), ("Adam", "fp32"))]
     prints += [fingerprint(build(weight_decay=0.1).main), fingerprint(build(schedule=True).main)]
