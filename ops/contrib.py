@@ -264,7 +264,8 @@ def _causal(d: Parts, q: Variable, k: Variable) -> Maybe:
 
 
 traits(_MS + "BiasDropout", _MS + "BitmaskDropout", _MS + "BitmaskBiasDropout", random=True)
-traits(_MS + "DequantizeLinear", _MS + "QuantizeLinear", settings=(1,))
+traits(_MS + "DequantizeLinear", settings=(1,))
+traits(_MS + "QuantizeLinear", settings=(1,), quantises=True)
 traits(_MS + "Pad", settings=(2,))
 traits(_MS + "Range", settings=(0, 1, 2))
 keep_fp32(_MS + "SkipLayerNormalization", inputs=(2, 3), outputs=(1, 2))

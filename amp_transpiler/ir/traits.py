@@ -26,6 +26,7 @@ class Traits:
     ``type_only``: of these inputs it reads the type alone.
     ``exact``: its outputs hold only values of its inputs, so nothing is rounded after it on CPU.
     ``selects``: data decide how many elements it gives, no more than it reads, with a number for each axis at most.
+    ``quantises``: the small integers that it makes stand for the numbers that it reads.
     ``random``: it draws from the runtime's own generators, other numbers each time that it runs.
     ``meets``: several ranks exchange something in it.
 
@@ -74,6 +75,7 @@ class Traits:
     type_only: tuple[int, ...] = ()
     exact: bool = False
     selects: bool = False
+    quantises: bool = False
     random: bool = False
     meets: bool = False
     elementwise: bool = False

@@ -14,7 +14,7 @@ from amp_transpiler.ir.decompose import decompose_operator, has_decomposition
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import declare_outputs
 from amp_transpiler.ir.nodes import BACKWARD, OWN, Operator, Variable
-from amp_transpiler.ir.opdef import Gradient, gradient_type, lookup, lowering_rule_of, traits_of
+from amp_transpiler.ir.opdef import Gradient, gradient_type, lookup, lowering_rule_of
 from amp_transpiler.ir.parameter_names import names_of_parameter
 from amp_transpiler.ir.patterns import is_pattern, matching_names
 from amp_transpiler.ir.reasons import Kind, Reason
@@ -22,6 +22,7 @@ from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.ops.training.seeds import rng_state
+from amp_transpiler.passes.autodiff.dependents import check_reads, dependents, float_slots
 from amp_transpiler.passes.autodiff.if_gradient import append_if_gradient, captured_floats
 from amp_transpiler.passes.autodiff.segments import recompute_activations
 from amp_transpiler.passes.autodiff.sparse_gradient import alike, append_rows, is_sparse_lookup
@@ -99,7 +100,7 @@ def check_loss(loss: Variable) -> Graph:
 
 def reaches_parameters(losses: Sequence[Variable], wanted: Wanted) -> bool:
     """Whether a loss depends on a parameter."""
-    needs = _dependents(losses[0].program.operators, wanted.parameters, wanted.blocked)
+    needs = dependents(losses[0].program.operators, wanted.parameters, wanted.blocked)
     return any(loss.key in needs for loss in losses)
 
 
@@ -113,7 +114,7 @@ def append_gradients(loss: Variable, wanted: Wanted, parts: Sequence[Variable]) 
     if any(op.type == "Dropout" and lowering_rule_of(op) is not None for op in program.operators):
         rng_state(program)  # an imported dropout brings no randomness with it
     order = program.operators
-    needs = _dependents(order, wanted.parameters, wanted.blocked)
+    needs = dependents(order, wanted.parameters, wanted.blocked)
     for part in parts:
         if part.key not in needs:
             names = ", ".join(v.name for v in wanted.parameters[:5]) or "none"
@@ -168,25 +169,6 @@ def _variables(program: Graph, items: Iterable[Variable | str], what: str) -> li
     return found
 
 
-def _dependents(order: list[Operator], sources: Iterable[Variable], blocked: Collection[int]) -> set[int]:
-    """Float variables that depend on ``sources`` through float values, one forward sweep."""
-    needs = {v.key for v in sources if v.key not in blocked}
-    for op in order:
-        reads = bool(_slots(op, needs)) or any(v.key in needs for v in op.captures)
-        if reads and op.role != BACKWARD:
-            for v in op.outputs:
-                if v is not None and v.dtype in FLOATS and not v.stop_gradient and v.key not in blocked:
-                    needs.add(v.key)
-    return needs
-
-
-def _slots(op: Operator, needs: set[int]) -> list[int]:
-    """The inputs among ``needs`` whose elements it reads."""
-    found = [i for i, v in enumerate(op.inputs) if v is not None and v.key in needs and v.dtype in FLOATS]
-    typed = traits_of(op).type_only if found else ()
-    return [slot for slot in found if slot not in typed]
-
-
 Plan = list[tuple[Operator, Gradient | None, list[int]]]
 
 
@@ -202,13 +184,14 @@ def _plan(order: list[Operator], ends: Iterable[Variable], needs: set[int]) -> t
         outs = [v for v in op.outputs if v is not None and v.key in reached]
         if not outs:
             continue
-        slots = _slots(op, needs)
-        captured = captured_floats(op, needs)
-        if not slots and not captured:
-            continue
         found = lookup(op)
         rule = found.gradient if found else None
         if rule is not None and rule.zero:
+            continue
+        check_reads(op, needs, _way_out(op))
+        slots = float_slots(op, needs)
+        captured = captured_floats(op, needs)
+        if not slots and not captured:
             continue
         if op.type != "If" or op.domain:
             _check_rule(op, rule, slots, captured)
@@ -232,11 +215,15 @@ def _check_outputs(op: Operator, rule: Gradient | None, outs: list[Variable]) ->
         )
 
 
-def _check_rule(op: Operator, rule: Gradient | None, slots: list[int], captured: list[Variable]) -> None:
-    way_out = (
+def _way_out(op: Operator) -> str:
+    return (
         f"Freeze what lies before it (trainable = False, or no_grad_set), or register a rule with "
         f"@amp.register_gradient('{op.full_type}', ...)"
     )
+
+
+def _check_rule(op: Operator, rule: Gradient | None, slots: list[int], captured: list[Variable]) -> None:
+    way_out = _way_out(op)
     if op.attrs.programs:
         source = op.inputs[slots[0]] if slots else captured[0]
         name = "" if source is None else source.name
@@ -315,7 +302,7 @@ class _Sweep:
         self, order: list[Operator], seeds: list[tuple[Variable, Variable]], wanted: Iterable[Variable]
     ) -> _Sweep:
         """A sweep over the operators of a nested program."""
-        return _Sweep(order, seeds, _dependents(order, wanted, ()))
+        return _Sweep(order, seeds, dependents(order, wanted, ()))
 
     def reaches(self, variable: Variable) -> bool:
         """Whether the variable has a gradient."""

@@ -1,0 +1,66 @@
+"""What depends on parameters: float tensors, and what stands for them, through which no gradient goes.
+
+Sequences and optional values hold tensors, quantised numbers and floats of 8 bit and less stand for wider ones. Where
+one of them lies between a loss and a parameter, a gradient that left it out would be wrong: that is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from amp_transpiler.errors import GradientError
+from amp_transpiler.ir.nodes import BACKWARD, Operator, Variable
+from amp_transpiler.ir.opdef import traits_of
+from amp_transpiler.ir.types import FLOATS
+
+#: Element types of what is computed of quantised numbers; wider integers count, and choose.
+_QUANTISED = frozenset({"int8", "uint8", "int16", "uint16", "int32", "int4", "uint4"})
+_SMALL_FLOATS = ("float8", "float6", "float4")
+
+
+def dependents(order: list[Operator], sources: Iterable[Variable], blocked: Collection[int]) -> set[int]:
+    """What depends on ``sources`` and has a gradient, or stands for what has one; one forward sweep."""
+    needs = {v.key for v in sources if v.key not in blocked}
+    for op in order:
+        read = _read(op, needs) if op.role != BACKWARD else []
+        for v in op.outputs if read else ():
+            if v is not None and not v.stop_gradient and v.key not in blocked and _continues(op, read, v):
+                needs.add(v.key)
+    return needs
+
+
+def float_slots(op: Operator, needs: set[int]) -> list[int]:
+    """The inputs among ``needs`` whose elements it reads."""
+    found = [i for i, v in enumerate(op.inputs) if v is not None and v.key in needs and v.dtype in FLOATS]
+    typed = traits_of(op).type_only if found else ()
+    return [slot for slot in found if slot not in typed]
+
+
+def check_reads(op: Operator, needs: set[int], way_out: str) -> None:
+    """GradientError where an operator reads what only stands for floats that a gradient is asked of."""
+    stands = next((v for v in _read(op, needs) if v.dtype not in FLOATS), None)
+    if stands is not None:
+        kind = "a sequence or an optional value" if stands.dtype is None else f"{stands.dtype} numbers"
+        maker = stands.producer
+        made = "" if maker is None else f", which '{maker.label}' ({maker.full_type}) makes,"
+        raise GradientError(
+            f"operator '{op.label}' ({op.full_type}) lies on the path of the loss and reads '{stands.name}'{made} "
+            f"{kind}, through which no gradient goes. {way_out}"
+        )
+
+
+def _read(op: Operator, needs: set[int]) -> list[Variable]:
+    """What it reads of ``needs``, nested graphs too; not that of which it reads the type alone."""
+    found = [(slot, v) for slot, v in enumerate(op.inputs) if v is not None and v.key in needs]
+    typed = traits_of(op).type_only if found else ()
+    return [v for slot, v in found if slot not in typed] + [v for v in op.captures if v.key in needs]
+
+
+def _continues(op: Operator, read: list[Variable], made: Variable) -> bool:
+    """Whether what is made of something stands for it, as floats do."""
+    if made.dtype is None:
+        return made.type_proto is not None
+    if made.dtype in FLOATS or made.dtype.startswith(_SMALL_FLOATS):
+        return True
+    quantised = traits_of(op).quantises or any(v.dtype in _QUANTISED for v in read)
+    return quantised and made.dtype in _QUANTISED
