@@ -99,13 +99,14 @@ def _keep(variable: Variable, data: Any, trainable: bool) -> None:
 
 
 def _hoist(nested: Graph, op: Operator) -> int:
-    """Move weights out of a nested graph, and capture them there."""
-    count = 0
+    """Move weights out of a nested graph, and capture them there; what it gives as it is, is no weight, and would be
+    given past it."""
+    count, given = 0, set(nested.outputs)
     for inner in nested.operators:
         for deeper in inner.attrs.programs:
             count += _hoist(deeper, inner)
     for variable in list(nested.variables):
-        if variable.outer is not None or variable.is_input or not _adopt(variable):
+        if variable.outer is not None or variable.is_input or variable in given or not _adopt(variable):
             continue
         outer = op.program.add_variable(
             op.program.unique(variable.name),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 
 import amp_transpiler as amp
@@ -100,6 +102,25 @@ def test_a_tied_vector_that_was_trained_stays_tied() -> None:
     program = load(f"""net (float[2,4] x) => (float[2,4] y) <float[4] b = {floats(4)}>
                    {{ h = Add(x, b)  y = Add(h, b) }}""")
     assert amp.prepare_training(program).trainable == ("b",)
+
+
+def test_what_a_branch_gives_as_it_is_stays_there(tmp_path: Path) -> None:
+    """As a parameter it would be given past the branch, which onnxruntime refuses in what is saved."""
+    program = load(
+        f"""net (float[2,4] x, bool c) => (float[2,4] y) <float[4,4] w = {floats(4, 4)}, int64[1] ax = {{0}}>
+        {{ a = MatMul(x, w)
+           b = If (c) <then_branch = t () => (float[1,4] k) <float[1,4] k = {{0.1, 0.2, 0.3, 0.4}}> {{ }},
+                      else_branch = e () => (float[1,4] o) {{ o = ReduceMax <keepdims = 1> (a, ax) }}>
+           y = Add(a, b) }}""",
+        18,
+    )
+    assert amp.prepare_training(program).trainable == ("w",)
+    scope, executor = amp.Scope(), amp.Executor(threads=1)
+    executor.run(program.startup, scope=scope)
+    amp.save_inference_model(tmp_path / "out.onnx", ["x", "c"], list(program.outputs), executor, program, scope=scope)
+    feeds = {"x": np.ones((2, 4), np.float32), "c": np.array(True)}
+    (found,) = ort.InferenceSession(tmp_path / "out.onnx").run(None, feeds)
+    np.testing.assert_allclose(found, executor.run(program, feeds, ["y"], scope)[0], rtol=1e-6)
 
 
 def test_patterns_choose_by_name_and_by_reader() -> None:
