@@ -75,6 +75,8 @@ def shapes(program: Program, texts: list[str]) -> dict[str, tuple[int, ...]]:
         name, equals, sizes = text.rpartition("=")
         if not equals or not all(size.strip().isdecimal() for size in sizes.split(",") if sizes):
             raise ArgumentError(f"--shape takes NAME=SIZE,SIZE, such as image=8,3,224,224, got {text!r}")
+        if name in found:
+            raise ArgumentError(f"--shape gives '{printable(name)}' twice")
         found[name] = tuple(int(size) for size in sizes.split(",") if sizes)
     feeds = {feed.name: (None,) if feed.shape is None else feed.shape for feed in program.inputs if feed.readers}
     named = {size for name in found for size in feeds.get(name, ()) if isinstance(size, str)}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ExecutionError
 from amp_transpiler.export.folder import checked_folder, write_folder
 from amp_transpiler.export.manifest import PlaceStep, manifest_of
 from amp_transpiler.export.plain_ports import PlainModel, check_held, counted, plain
@@ -18,6 +18,7 @@ from amp_transpiler.ir.gc_pause import collector_paused
 from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.lists import place_traits
+from amp_transpiler.option_checks import is_whole, shown
 from amp_transpiler.passes.lowering.exchanges import has_exchanges
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.passes.lowering.place import Place, arithmetic_of, check_place
@@ -25,6 +26,7 @@ from amp_transpiler.program import Program
 from amp_transpiler.runtime.checkpoint.checkpoints import gathered_state
 from amp_transpiler.runtime.device_tensors import dtype_of
 from amp_transpiler.runtime.scope import check_scope
+from amp_transpiler.runtime.session import Settings, check_model
 from amp_transpiler.runtime.states import fits
 from amp_transpiler.warn import warn_user
 
@@ -99,6 +101,11 @@ def _models(
                     f"{CALL}: feed '{port.variable}' of program '{of.name}' has no fixed shape; "
                     f"give it: feed_shapes={{'{port.variable}': (…)}}"
                 )
+        try:
+            check_model(lowered.model, place, Settings(), of.name)
+        except ExecutionError as error:
+            given = ", ".join(f"{feed} {list(shape)}" for feed, shape in sizes.items())
+            raise ArgumentError(f"{CALL}: these shapes do not fit together: {given} ({error})") from None
         return plain(lowered if left is None else same_everywhere(lowered, left), of.name)
 
     models = {"train": model(program, "train", programs.fetches, True)}
@@ -145,7 +152,12 @@ def _checked(name: str, given: Any, programs: StepPrograms) -> dict[str, tuple[i
                 f"{CALL}: {argument}: '{feed}' is no feed of program '{programs.program.name}'; its feeds are "
                 f"{', '.join(known) or 'none'}"
             )
-        shapes[feed] = tuple(int(size) for size in shape)
+        sizes = tuple(shape) if isinstance(shape, Iterable) else None
+        if sizes is None or not all(is_whole(size) and size > 0 for size in sizes):
+            raise ArgumentError(
+                f"{CALL}: {argument}: the shape of feed '{feed}' is {shown(shape)}; expected sizes, numbers from 1 on"
+            )
+        shapes[feed] = tuple(map(int, sizes))
         declared = known[feed].shape
         if declared is not None and not fits(shapes[feed], declared):
             raise ArgumentError(

@@ -101,6 +101,8 @@ def test_info_of_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "input 'x' has the shape [N,64]; give its sizes, as in --shape x=8,64" in capsys.readouterr().err
     assert main(["info", path, "--cost", "--shape", "x"]) == 2
     assert "--shape takes NAME=SIZE,SIZE" in capsys.readouterr().err
+    assert main(["info", path, "--cost", "--shape", "x=8,64", "x=32,64"]) == 2
+    assert "--shape gives 'x' twice" in capsys.readouterr().err
     assert main(["info", path, "--cost", "--shape", "x=32,64", "--device", "T4", "a100"]) == 0
     out = capsys.readouterr().out
     sizes = 4 * (3 * 32 * 64 + 64 * 64 + 32 * 64)

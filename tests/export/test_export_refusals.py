@@ -38,6 +38,9 @@ def scope(net: Small) -> amp.Scope:
         ({"place": [CPU, amp.WebGPUPlace(0), amp.CPUPlace(emulate="webgpu")]}, ValueError, "two places for cpu"),
         ({"feed_shapes": {"y": (2, 3)}}, ValueError, "'y' is no feed of program .*; its feeds are x, label"),
         ({"feed_shapes": {"x": (2, 8)}}, ValueError, r"feed 'x' .* declared as \[6, 8\]; \[2, 8\]"),
+        ({"feed_shapes": {"x": np.zeros((6, 8))}}, ValueError, r"the shape of feed 'x' is array\(.*; expected sizes"),
+        ({"feed_shapes": {"x": 6}}, ValueError, "the shape of feed 'x' is 6; expected sizes"),
+        ({"feed_shapes": {"x": (0, 8)}}, ValueError, r"the shape of feed 'x' is \(0, 8\); expected .* from 1 on"),
         ({"outputs": "x"}, TypeError, "outputs is a list of variables or names"),
         ({"outputs": ["nothing"]}, ValueError, "outputs: .*'nothing'"),
         ({"outputs": ["x"]}, ValueError, "export_training: outputs: nothing in program .* computes 'x'"),
@@ -55,6 +58,18 @@ def test_wrong_arguments_write_nothing(
         net.main.export_training(tmp_path / "step", **given)
     assert isinstance(raised.value, error)
     assert not any(tmp_path.iterdir())
+
+
+def test_shapes_that_do_not_fit_together_write_nothing(tmp_path: Path) -> None:
+    main, startup, scope = amp.Program("open"), amp.Program("startup"), amp.Scope()
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        x, label = amp.data("x", [None, 4]), amp.data("label", [None], "int64")
+        amp.optimizer.SGD(0.1).minimize(F.mean(F.cross_entropy(amp.nn.fc(x, 3), label)))
+    amp.Executor().run(startup, scope=scope)
+    with pytest.raises(ValueError, match=r"do not fit together: x \[8, 4\], label \[7\]"):
+        main.export_training(tmp_path / "step", CPU, {"x": (8, 4), "label": (7,)}, scope=scope)
+    assert not any(tmp_path.iterdir())
+    main.export_training(tmp_path / "step", CPU, {"x": (8, 4), "label": (8,)}, scope=scope)
 
 
 def test_a_program_without_a_step_is_refused(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
