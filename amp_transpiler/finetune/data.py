@@ -184,7 +184,9 @@ def check_labels(samples: Samples, label: str, loss: str, classes: Any) -> None:
 
 
 def check_classes(array: np.ndarray, what: str, ways: str) -> None:
-    """FeedTypeError where labels that are to be classes are fractions; ``ways``: what takes them."""
+    """FeedTypeError where labels that are to be classes are fractions, or times; ``ways``: what takes fractions."""
+    if array.dtype.kind in "mM":
+        raise FeedTypeError(f"{what} is {array.dtype}; the loss cross_entropy takes classes, which are whole numbers")
     if element_type(array.dtype) not in FLOATS:
         return
     for start, piece in _pieces(array):

@@ -153,6 +153,8 @@ def spoiled(what: str) -> dict[str, np.ndarray]:
         label = label[:39]
     elif what == "half":
         label = label + 0.5
+    elif what == "times":
+        label = label.astype("datetime64[s]")
     elif what == "empty":
         x, label = x[:0], label[:0]
     return {"x": x, "label": label}
@@ -171,6 +173,7 @@ def spoiled(what: str) -> dict[str, np.ndarray]:
         ("rank", "array 'x' has the shape [40, 3]; the program is fed [n, 4]"),
         ("count", "differ in the number of samples"),
         ("half", "label array 'label' is float64 and holds "),
+        ("times", "label array 'label' is datetime64[s]; the loss cross_entropy takes classes"),
         ("empty", "holds no samples"),
     ],
 )
