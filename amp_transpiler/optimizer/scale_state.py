@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -13,8 +12,9 @@ from amp_transpiler.ir import context
 from amp_transpiler.ir.nodes import OWN, SCALING, Variable
 from amp_transpiler.ops.training.scaling import COUNT_BAD
 from amp_transpiler.optimizer.loss_scaling import append_scale_update
-from amp_transpiler.optimizer.scaler import LossScale, LossScaler
+from amp_transpiler.optimizer.scaler import LossScale, LossScaler, is_fp32_scale
 from amp_transpiler.optimizer.state import create_state, shared_name
+from amp_transpiler.option_checks import is_real
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.scope import Scope, check_scope
 
@@ -97,8 +97,8 @@ class ScaleState:
         scope = check_scope(scope)
         if not isinstance(record, LossScale):
             raise ArgumentTypeError(f"the state of a loss scale is a LossScale, not {record!r}")
-        if not math.isfinite(record.scale) or record.scale <= 0:
-            raise ArgumentError(f"the loss scale is {record.scale!r}; expected a positive number")
+        if not is_real(record.scale) or not is_fp32_scale(record.scale):
+            raise ArgumentError(f"the loss scale is {record.scale!r}; expected a positive number that fp32 holds")
         own = self._fields()
         wrong = [name for name, variable in own.items() if (variable is None) != (getattr(record, name) is None)]
         if wrong:

@@ -28,6 +28,8 @@ from amp_transpiler.program import Program, program_guard
         ({"init_loss_scaling": -1.0}, "init_loss_scaling"),
         ({"init_loss_scaling": float("inf")}, "init_loss_scaling"),
         ({"init_loss_scaling": 1e39}, "init_loss_scaling"),
+        ({"init_loss_scaling": 1e-46}, "init_loss_scaling is 1e-46, which fp32 does not hold"),
+        ({"init_loss_scaling": 3.4028235677973366e38}, "which fp32 does not hold"),
         ({"incr_every_n_steps": 0}, "incr_every_n_steps"),
         ({"incr_every_n_steps": 1.5}, "incr_every_n_steps"),
         ({"decr_every_n_nan_or_inf": -2}, "decr_every_n_nan_or_inf"),

@@ -74,6 +74,7 @@ def test_a_scaler_survives_json_and_cannot_be_changed(name: str) -> None:
     "fields, message",
     [
         ({"init_scale": 0}, "init_scale is 0; expected a number in"),
+        ({"init_scale": 1e-46}, "init_scale is 1e-46; expected a number in"),
         ({"init_scale": float("inf")}, "init_scale is inf"),
         ({"init_scale": True}, "init_scale is True"),
         ({"growth_factor": 0.5}, "growth_factor is 0.5"),
