@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from typing import Any, get_type_hints
 
 from amp_transpiler.errors import ArgumentError
+from amp_transpiler.spelling import MODES, TYPES, read_as
 
 _NAME = re.compile(r"[A-Za-z][\w-]*")
 _BLANKS = re.compile(r"\s*")
@@ -131,7 +132,10 @@ def values_of(kind: type, option: Field[Any]) -> str:
 
 def _read(kind: type, option: Field[Any], text: str) -> Any:
     """A value of this option; ValueError where the text is none."""
-    if text not in option.metadata.get("choices", (text,)):
+    choices = option.metadata.get("choices", (text,))
+    if text not in choices:  # another spelling of a mode or a type, as everywhere
+        text = next((word for word in (read_as(MODES, text), read_as(TYPES, text)) if word in choices), text)
+    if text not in choices:
         raise ValueError(text)
     try:
         return _TYPES[get_type_hints(kind)[option.name]][1](text)

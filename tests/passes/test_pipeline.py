@@ -175,3 +175,8 @@ def test_a_pass_changes_nothing_twice(model: str, name: str) -> None:
     after = imported.to_onnx()
     assert changed or after == before, "what changed a file says so"
     assert Pipeline(name).run(imported).changes[0][1] is False and imported.to_onnx() == after
+
+
+@pytest.mark.parametrize("text", ["precision{mode=pure-fp16 dtype=fp16}", "precision{mode=PURE dtype=half}"])
+def test_modes_and_types_are_read_in_other_spellings(text: str) -> None:
+    assert str(amp.Pipeline(text)) == str(amp.Pipeline("precision{mode=pure dtype=float16}"))

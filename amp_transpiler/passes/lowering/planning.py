@@ -22,6 +22,7 @@ from amp_transpiler.passes.lowering.place import CPUPlace, CUDAPlace, Place
 from amp_transpiler.passes.lowering.rank_plan import PlanRow, RankPlan
 from amp_transpiler.passes.lowering.rank_units import DEALT, GATHERED, REDUCED, Sent, size_of, units_of
 from amp_transpiler.passes.view.training_step import ParameterUpdate, training_step
+from amp_transpiler.spelling import TYPES, read_as
 
 #: From this share of a step on what is not hidden of the exchanges limits it.
 _SEEN = 0.05
@@ -116,6 +117,7 @@ def plan(
     number("plan: overlap", overlap, taken=True)
     if overlap > 1:
         raise ArgumentError(f"plan: overlap is {overlap:g}; expected a share of an exchange, from 0 to 1")
+    allreduce_precision = read_as(TYPES, allreduce_precision)
     for name, value, known in (("engine", engine, ENGINES), ("allreduce_precision", allreduce_precision, PRECISIONS)):
         if value is not None:
             choice(f"plan: {name}", value, known)
