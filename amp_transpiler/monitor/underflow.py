@@ -13,6 +13,7 @@ from amp_transpiler.errors import ArgumentError, OrderError, PrecisionError
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.monitor.rerun import Rerun, is_nonfinite
 from amp_transpiler.monitor.suggested_fixes import bisected, largest_scale, with_scale
+from amp_transpiler.option_checks import is_finite
 from amp_transpiler.passes.view.training_step import TrainingStep, training_step
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.executor import Executor
@@ -105,7 +106,7 @@ def gradient_underflow(
         OrderError: no gradients. PrecisionError: nothing in the program is 16 bit. ArgumentError: ``target`` or
         ``margin`` out of range. Others: as :func:`find_culprit`.
     """
-    if not 0 < target < 1 or not margin >= 1 or not math.isfinite(margin):
+    if not (is_finite(target) and 0 < target < 1 and is_finite(margin) and margin >= 1):
         raise ArgumentError(f"gradient_underflow: target is {target!r}, in (0, 1), and margin {margin!r}, at least 1")
     parts = training_step(program)
     if not parts.gradients:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from amp_transpiler.ir.nodes import OWN, Variable
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.ops.training.clip import GLOBAL_NORM, NORM, VALUE
 from amp_transpiler.ops.training.scaling import master_type
-from amp_transpiler.option_checks import is_finite
+from amp_transpiler.option_checks import is_finite, is_real
 
 
 class GradientClip:
@@ -66,6 +67,9 @@ class ClipGradByValue(GradientClip):
     _type = VALUE
 
     def __init__(self, max: float, min: float | None = None) -> None:
+        for name, value in (("max", max), ("min", min)) if min is not None else ():
+            if not is_real(value) or math.isnan(value):
+                raise ArgumentError(f"ClipGradByValue: {name} is {value!r}; expected a number")
         high = _limit(self, "max", max) if min is None else float(max)
         low = -high if min is None else float(min)
         if not low < high:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -166,7 +166,9 @@ class LRScheduler:
         return {"last_epoch": self.last_epoch, "last_lr": self.get_lr()}
 
     def set_state_dict(self, state: dict[str, Any]) -> None:
-        """Put the schedule where ``state_dict`` found it, in the current scope."""
+        """Put the schedule where ``state_dict`` found it, in the current scope; ArgumentError for anything else."""
+        if not isinstance(state, Mapping) or "last_epoch" not in state:
+            raise ArgumentError(f"{type(self).__name__}.set_state_dict takes what state_dict gave, got {state!r:.80}")
         self.step(state["last_epoch"])
 
 

@@ -193,6 +193,8 @@ class Pipeline:
         made, by name; ``ran.notes``, what they have to say. ArgumentError for a value that no pass takes. GraphError
         where a pass needs what neither the program has nor a pass before it guarantees: then nothing has run.
         """
+        if not isinstance(program, Graph):
+            raise ArgumentTypeError(f"pipeline '{self}' runs on a program, got {program!r:.80}")
         known = {value.name: value for each in self for value in _values(each)}
         for name in values:
             if name not in known:
