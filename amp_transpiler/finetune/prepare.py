@@ -157,8 +157,8 @@ def prepare_training(
         notes += ["control flow that is known before the run is straight-line now"] * expand_control_flow(program)
         notes += weights_from_constants(program)
         notes += leave_input_scaling(program)
-        patterns = isinstance(trainable, Iterable) and not isinstance(trainable, str)
-        named = adopt_named(program, trainable if patterns else ())
+        listed = trainable if isinstance(trainable, Iterable) and not isinstance(trainable, str) else ()
+        named = adopt_named(program, listed)
         notes += [f"'{name}': trained, because named" for name in named]
         notes += once_for_all(program)
         notes += retie(program)

@@ -168,12 +168,12 @@ class Pipeline:
     """
 
     def __init__(self, passes: str | Iterable[Pass]) -> None:
-        given = passes if isinstance(passes, Iterable) else (passes,)
-        self.passes = tuple(map(_made, parse(passes)) if isinstance(passes, str) else given)
-        wrong = next((each for each in self.passes if not isinstance(each, Pass)), None)
-        if wrong is not None or given is not passes:
+        given: Any = map(_made, parse(passes)) if isinstance(passes, str) else passes
+        self.passes: tuple[Pass, ...] = tuple(given) if isinstance(given, Iterable) else (given,)
+        wrong = [each for each in self.passes if not isinstance(each, Pass)]
+        if wrong:
             raise ArgumentTypeError(
-                f"Pipeline takes passes, or their text, such as 'canonicalize,autodiff'; got {wrong!r:.80}"
+                f"Pipeline takes passes, or their text, such as 'canonicalize,autodiff'; got {wrong[0]!r:.80}"
             )
 
     def __str__(self) -> str:
