@@ -113,7 +113,21 @@ def restore(
     if not weights_only:
         absent = [v for v, source in sources.items() if source is None]
         found.values |= _unstored(program, absent, scope, found, what, slots)
+    found.values |= _due(program, found.values)
     found.begun = _beginnings(program, scope, found.values)
+    return found
+
+
+def _due(program: Program, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Counts of good steps that are beyond the one at which the program lets the scale grow, which it compares for
+    equality: of a program with another rule. The next good step is the one."""
+    found = {}
+    for scaling in training_step(program).scale_updates:
+        last, good = scaling.operator.attrs.get("incr_every_n_steps"), scaling.good
+        if last is not None and good is not None and good.name in values:
+            count = device_tensors.to_array(values[good.name])
+            if (count >= last).any():
+                found[good.name] = device_tensors.from_array(np.minimum(count, int(last) - 1).astype(count.dtype))
     return found
 
 

@@ -144,3 +144,15 @@ def test_killed_while_saving(tmp_path: Path) -> None:
     result = json.loads(run("kills", tmp_path, 10, 120, 1))
     assert result["kills"] == 10
     assert sum(name.startswith("step_") for name in result["left"]) in (2, 3)  # 3: killed before the oldest went
+
+
+def test_a_scale_grows_on_under_a_rule_that_is_due_already(tmp_path: Path) -> None:
+    """Counts are compared for equality, so one beyond the rule's would have met it at the next bad step alone."""
+    slow, fast = (build(scaling=amp.LossScaler(init_scale=8.0, growth_every=n)) for n in (1000, 2))
+    scope, later = slow.start(), fast.start()
+    slow.train(scope, 0, 8)
+    amp.save_checkpoint(tmp_path / "c", slow.main, scope)
+    with pytest.warns(UserWarning, match="computes something else"):
+        amp.load_checkpoint(tmp_path / "c", fast.main, later)
+    fast.train(later, 8, 9)
+    assert later.find_var("loss_scaling_0").item() == 16.0
