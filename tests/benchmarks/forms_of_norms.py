@@ -15,6 +15,7 @@ import numpy as np
 from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ops import norm_parts
+from amp_transpiler.ops.common import size_of
 from amp_transpiler.ops.gpu_kernels import along_rows
 from tests.benchmarks.form import Case, Form
 
@@ -33,6 +34,9 @@ def rows(tiny: bool) -> Iterator[Case]:
     """What is computed of rows of one length: normalised, scaled and shifted, their products, and mixtures of two."""
     for count, length in [(8, 1792)] if tiny else _ROWS:
         one: dict[str, Form] = {"LayerNormalization": _normalised, "BatchNormalization": _affine, "Add": _added}
+        for parts in (n for n in (1, 4, 16, 64) if length % (8 * n) == 0):
+            one |= {f"ReduceMean of {parts} parts": partial(_mean, parts)}
+            one |= {f"product of {parts} parts with ones": partial(_product_with_ones, parts)}
         yield Case(f"rows {count} x {length}", [(count, length), (count, 1)], one)
         two: dict[str, Form] = {
             f"products of {n} blocks": partial(_in_blocks, n) for n in (1, 2, 4, 8, 16, 32, 64) if length % (8 * n) == 0
@@ -58,6 +62,19 @@ def _affine(e: Emitter, x: Value, a: Value) -> Value:
     shape, vector = (1, *x.shape), e.reshape(a, x.shape[:1])
     zero, one = (e.const(np.full(x.shape[0], n), x.dtype) for n in (0, 1))
     return e.reshape(e.BatchNormalization(e.reshape(x, shape), vector, vector, zero, one, shape=shape), x.shape)
+
+
+def _mean(parts: int, e: Emitter, x: Value, _: Value) -> Value:
+    rows, length = size_of(x)
+    shape = (rows * parts, length // parts)
+    return e.ReduceMean(e.reshape(x, shape), e.ints(1), keepdims=1, shape=(shape[0], 1))
+
+
+def _product_with_ones(parts: int, e: Emitter, x: Value, _: Value) -> Value:
+    rows, length = size_of(x)
+    shape = (rows * parts, length // parts)
+    ones = e.const(np.ones((shape[1], 1)), x.dtype)
+    return e.Gemm(e.reshape(x, shape), ones, alpha=1 / shape[1], shape=(shape[0], 1))
 
 
 def _added(e: Emitter, x: Value, a: Value) -> Value:
