@@ -61,6 +61,10 @@ class Limits:
         """Up to this magnitude a number rounds to zero."""
         return self.smallest / 2.0
 
+    def holds(self, number: float) -> bool:
+        """Whether a number above 0 is neither 0 nor infinite in it."""
+        return self.vanish < number < self.overflow
+
 
 def _limits(name: str) -> Limits:
     info = ml_dtypes.finfo(name)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
-from amp_transpiler.ir.types import HALF, element_type
+from amp_transpiler.ir.types import HALF, LIMITS, element_type
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.optimizer.accumulation import Accumulation
@@ -14,7 +14,7 @@ from amp_transpiler.optimizer.amp_optimizer import OptimizerWithMixedPrecision
 from amp_transpiler.optimizer.groups import number
 from amp_transpiler.optimizer.levels import with_levels
 from amp_transpiler.optimizer.loss_scaling import scaling_attributes
-from amp_transpiler.optimizer.scaler import LossScaler, is_fp32_scale
+from amp_transpiler.optimizer.scaler import LossScaler
 from amp_transpiler.optimizer.update_rule import UpdateRule
 from amp_transpiler.option_checks import is_whole
 
@@ -94,7 +94,7 @@ def decorate(
         if not isinstance(flag, bool) and not (flag is None and name in ("use_fp16_guard", "numeric_guards")):
             raise ArgumentTypeError(f"decorate: {name} is {flag!r}; expected True or False")
     scale = number("decorate", "init_loss_scaling", init_loss_scaling, 0, 2.0**128, open_low=True)
-    if not is_fp32_scale(scale):
+    if not LIMITS["float32"].holds(scale):
         raise ArgumentError(f"decorate: init_loss_scaling is {scale!r}, which fp32 does not hold")
     steps = scaling_attributes("decorate", incr_every_n_steps, decr_every_n_nan_or_inf, incr_ratio, decr_ratio)
     defaults = scale == _DEFAULT_SCALE and steps == _DEFAULT_STEPS

@@ -10,9 +10,10 @@ import numpy as np
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir import context
 from amp_transpiler.ir.nodes import OWN, SCALING, Variable
+from amp_transpiler.ir.types import LIMITS
 from amp_transpiler.ops.training.scaling import COUNT_BAD
 from amp_transpiler.optimizer.loss_scaling import append_scale_update
-from amp_transpiler.optimizer.scaler import LossScale, LossScaler, is_fp32_scale
+from amp_transpiler.optimizer.scaler import LossScale, LossScaler
 from amp_transpiler.optimizer.state import create_state, shared_name
 from amp_transpiler.option_checks import is_real
 from amp_transpiler.program import Program
@@ -97,7 +98,7 @@ class ScaleState:
         scope = check_scope(scope)
         if not isinstance(record, LossScale):
             raise ArgumentTypeError(f"the state of a loss scale is a LossScale, not {record!r}")
-        if not is_real(record.scale) or not is_fp32_scale(record.scale):
+        if not is_real(record.scale) or not LIMITS["float32"].holds(record.scale):
             raise ArgumentError(f"the loss scale is {record.scale!r}; expected a positive number that fp32 holds")
         own = self._fields()
         wrong = [name for name, variable in own.items() if (variable is None) != (getattr(record, name) is None)]

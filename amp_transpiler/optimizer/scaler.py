@@ -24,7 +24,6 @@ from amp_transpiler.optimizer.alarm import raise_alarm
 from amp_transpiler.option_checks import is_finite, is_whole
 
 _LARGEST = 2.0**128
-
 _FLAGS = ("dynamic", "accumulate", "hysteresis", "clamp_always", "finite_growth", "at_least", "error_at_floor")
 #: Fields that a scale which never changes uses too.
 _FIXED = ("init_scale", "dynamic", "max_bad_in_a_row")
@@ -44,12 +43,6 @@ class LossScale(NamedTuple):
     bad_in_a_row: int | None = None
     loss_bad_in_a_row: int | None = None
     bad_at_floor: int | None = None
-
-
-def is_fp32_scale(value: float) -> bool:
-    """Whether a number is above 0 and finite in fp32, as programs hold it."""
-    limits = LIMITS["float32"]
-    return limits.vanish < value < limits.overflow
 
 
 @dataclass(frozen=True)
@@ -119,7 +112,7 @@ class LossScaler:
         if value is None and name in ("floor", "ceiling"):
             return
         good = is_finite(value)
-        if not good or value < low or value > high or not is_fp32_scale(value):
+        if not good or value < low or value > high or not LIMITS["float32"].holds(value):
             bounds = f"[1, {high:g})" if low else f"(0, {high:g}{']' if high == 1 else ')'}"
             raise ArgumentError(f"LossScaler: {name} is {value!r}; expected a number in {bounds}")
         object.__setattr__(self, name, float(value))

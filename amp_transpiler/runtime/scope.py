@@ -49,14 +49,6 @@ class Scope:
 
     __getattr__ = paddle_attributes("amp_transpiler.Scope")
 
-    def check_trained(self) -> None:
-        """OrderError where parameters are something else than what is trained, for the time being."""
-        if self.stand_in:
-            raise OrderError(
-                f"inside {self.stand_in} parameters are not what is trained, and their state is: save it outside; "
-                "save_inference_model takes parameters as they are"
-            )
-
     def reading(self) -> AbstractContextManager[None]:
         """Inside, no other thread changes the scope: the values of several ``find_var`` belong to one step.
 
@@ -267,6 +259,15 @@ def scope_guard(scope: Scope) -> Iterator[Scope]:
         raise ArgumentTypeError(f"scope_guard takes a Scope, got {scope!r}")
     with inside(_guarded, scope):
         yield scope
+
+
+def check_trained(scope: Scope) -> None:
+    """OrderError where parameters are something else than what is trained, for the time being."""
+    if scope.stand_in:
+        raise OrderError(
+            f"inside {scope.stand_in} parameters are not what is trained, and their state is: save it outside; "
+            "save_inference_model takes parameters as they are"
+        )
 
 
 def check_scope(scope: Scope | None) -> Scope:

@@ -59,7 +59,7 @@ from amp_transpiler.runtime.checkpoint.writing import (
     write_checkpoint,
 )
 from amp_transpiler.runtime.collective.current import by_rank_0
-from amp_transpiler.runtime.scope import Scope, check_scope
+from amp_transpiler.runtime.scope import Scope, check_scope, check_trained
 from amp_transpiler.runtime.shards import Pieces
 from amp_transpiler.runtime.states import fits, type_message
 from amp_transpiler.version import __version__
@@ -240,7 +240,7 @@ def gathered_state(program: Program, scope: Scope) -> tuple[dict[str, Any], dict
 
     Without what the caller of :func:`save_checkpoint` says, and without the file. ScopeError as there.
     """
-    scope.check_trained()
+    check_trained(scope)
     slots = state_slots(program)
     values = {v.name: value for v in slots if (value := _held(v, slots[v], program, scope)) is not None}
     return values, {
