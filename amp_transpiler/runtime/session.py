@@ -294,11 +294,9 @@ def _providers(place: Place, settings: Settings, fallback: bool) -> list[Any]:
     provider = place_traits(place.kind).provider
     if not isinstance(place, CUDAPlace):
         return [provider, _CPU] if fallback and provider != _CPU else [provider]
-    options = {
-        "device_id": place.device_id,
-        "use_tf32": int(settings.tf32),
-        "enable_cuda_graph": int(settings.cuda_graph),
-    }
+    options = {"use_tf32": int(settings.tf32), "enable_cuda_graph": int(settings.cuda_graph)}
+    if place.device_id:  # onnxruntime 1.31 prints a warning for each session that is told its device
+        options["device_id"] = place.device_id
     if settings.stream:
         options["user_compute_stream"] = settings.stream
     cuda = (provider, {name: str(value) for name, value in options.items()})
