@@ -186,6 +186,8 @@ public sealed class Train
             if (Directory.Exists(words[3])) throw new IOException($"'{words[3]}' is there already");
             var step = new Train(words[0], words[words.Length > 4 ? 4 : 0]);
             var batches = Safetensors(File.ReadAllBytes(words[1]));
+            if (batches.Values.Select(one => one.Shape.FirstOrDefault()).Distinct().Count() > 1)
+                throw new ArgumentException($"feeds in '{words[1]}' differ in length");
             for (var left = int.Parse(words[2]); left > 0; left--)
             {
                 var feeds = batches.ToDictionary(one => one.Key, one => one.Value.Part(step.Number));

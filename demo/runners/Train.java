@@ -135,6 +135,8 @@ public final class Train {
       if (Files.exists(Path.of(words[3]))) throw new IllegalArgumentException("'" + words[3] + "' is there already");
       var step = new Train(Path.of(words[0]), Path.of(words[words.length > 4 ? 4 : 0]));
       Map<String, Tensor> batches = safetensors(Files.readAllBytes(Path.of(words[1])));
+      if (batches.values().stream().map(all -> all.shape.isEmpty() ? null : all.shape.get(0)).distinct().count() > 1)
+        throw new IllegalArgumentException("feeds in '" + words[1] + "' differ in length");
       for (long left = Long.parseLong(words[2]); left > 0; left--) {
         Map<String, Tensor> feeds = new LinkedHashMap<>();
         batches.forEach((name, all) -> {

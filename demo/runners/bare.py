@@ -48,6 +48,7 @@ sessions = {n: InferenceSession(folder / m["file"], providers=[at["provider"]]) 
 expect({session.get_providers()[0] for session in sessions.values()}, {at["provider"]}, f"what runs a step for {place}")
 held, data, kinds, window, done = load_file(file), load_file(batches), said["states"], said["window"], meta["step"] or 0
 state = {one["name"]: fitting(held.get(one["name"]), one, "state").astype(one["carried"]) for one in kinds}
+expect(len({array.shape[:1] for array in data.values()}) < 2, True, f"whether feeds in '{batches}' are of one length")
 for step in range(done, end := done + int(str(steps))):
     feeds = {name: array[step % len(array)] for name, array in data.items()}
     found = run("train" if state.get(window["counter"], 0) + 1 == window["steps"] else "accumulate", feeds)
@@ -55,6 +56,5 @@ for step in range(done, end := done + int(str(steps))):
 content = save({one["name"]: state[one["name"]].astype(one["dtype"]) for one in kinds}, said["checkpoint"]["metadata"])
 known = {"step": end, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest(), "runner": "bare.py"}
 text = re.sub(r"\$\{(\w+)\}", lambda mark: str(known.get(mark[1], mark[0])), said["checkpoint"]["meta"])
-to.mkdir()
-(to / "state.safetensors").write_bytes(content)
+to.mkdir() or (to / "state.safetensors").write_bytes(content)
 (to / "meta.json").write_text(f'{text[:-1]},"checksum":"{hashlib.sha256(text.encode()).hexdigest()}"}}')

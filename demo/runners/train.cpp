@@ -364,6 +364,8 @@ int main(int number, char** words) try {
   if (fs::exists(words[4])) fail("'" + string(words[4]) + "' is there already");
   Step step(words[1], words[number > 5 ? 5 : 1], number > 6 ? words[6] : "");
   const auto batches = safetensors(read(words[2]));
+  for (const auto& [name, all] : batches)
+    if (all.shape.empty() || all.shape[0] != batches.begin()->second.shape[0]) fail("feeds in '" + string(words[2]) + "' differ in length");
   for (int64_t left = std::stoll(steps); left > 0; --left) {
     std::map<string, Tensor> feeds;
     for (const auto& [name, all] : batches) {

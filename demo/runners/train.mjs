@@ -24,6 +24,7 @@ try {
   const options = { logSeverityLevel: 3, ...(values.provider && { executionProviders: [values.provider] }) };
   const step = await TrainingStep.open(folder(home), { ort, options, checkpoint: folder(from ?? home) });
   const data = readSafetensors(new Uint8Array(await readFile(batches)));
+  if (new Set([...data.values()].map(({ shape }) => shape[0])).size > 1) throw new Error(`feeds in '${batches}' differ in length`);
   for (let left = Number(steps); left > 0; left -= 1) {
     const feeds = {};
     for (const [name, { shape, data: all }] of data) {

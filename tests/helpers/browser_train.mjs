@@ -26,6 +26,7 @@ async function train({ provider, steps, from }) {
     const checkpoint = from ? url("/from/") : undefined;
     const step = await TrainingStep.open(url("/step/"), { ort, options, checkpoint, onDevice: provider !== "wasm" });
     const data = readSafetensors(await url("/")("batches"));
+    if (new Set([...data.values()].map(({ shape }) => shape[0])).size > 1) throw new Error("feeds in the batches differ in length");
     for (let left = steps; left > 0; left -= 1) {
       const feeds = {};
       for (const [name, { shape, data: all }] of data) {

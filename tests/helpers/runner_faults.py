@@ -85,6 +85,11 @@ def cut_batches(home: Path) -> None:
     (home / "data.safetensors").write_bytes((home / "data.safetensors").read_bytes()[:-8])
 
 
+def uneven_batches(home: Path) -> None:
+    tensors = load_file(home / "data.safetensors")
+    save_file(tensors | {"label": np.concatenate([tensors["label"]] * 2)}, home / "data.safetensors")
+
+
 def no_batches(home: Path) -> None:
     tensors = load_file(home / "data.safetensors")
     save_file({name: array[:0].copy() for name, array in tensors.items()}, home / "data.safetensors")
@@ -106,4 +111,5 @@ FAULTS: dict[Callable[[Path], None], tuple[str, ...]] = {
     short_feed: ("feed 'x'", "float32"),
     cut_batches: ("file",),
     no_batches: (),
+    uneven_batches: ("feeds in", "length"),
 }
