@@ -54,11 +54,10 @@ def _program(body: str, made: str = "y = Add(a, b)") -> amp.Program:
 def test_it_is_named(path: str, made: str) -> None:
     body, reader = BESIDE[path]
     program = _program(body, made)
-    before = len(program.operators)
     with pytest.raises(GradientError, match=rf"\({reader}.*lies on the path of the loss|through '.*\({reader}"):
         with amp.program_guard(program, program.startup):
             amp.append_backward(F.mean(program.outputs[0]))
-    assert all(op.role == "forward" for op in program.operators) and len(program.operators) >= before
+    assert all(op.role == "forward" for op in program.operators)
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,8 @@ def dependents(order: list[Operator], sources: Iterable[Variable], blocked: Coll
 
 
 def float_slots(op: Operator, needs: set[int]) -> list[int]:
-    """The inputs among ``needs`` whose elements it reads."""
-    found = [i for i, v in enumerate(op.inputs) if v is not None and v.key in needs and v.dtype in FLOATS]
-    typed = traits_of(op).type_only if found else ()
-    return [slot for slot in found if slot not in typed]
+    """The float inputs among ``needs`` whose elements it reads."""
+    return [slot for slot, v in _inputs(op, needs) if v.dtype in FLOATS]
 
 
 def check_reads(op: Operator, needs: set[int], way_out: str) -> None:
@@ -50,10 +48,15 @@ def check_reads(op: Operator, needs: set[int], way_out: str) -> None:
 
 
 def _read(op: Operator, needs: set[int]) -> list[Variable]:
-    """What it reads of ``needs``, nested graphs too; not that of which it reads the type alone."""
+    """What it reads of ``needs``, nested graphs too."""
+    return [v for _, v in _inputs(op, needs)] + [v for v in op.captures if v.key in needs]
+
+
+def _inputs(op: Operator, needs: set[int]) -> list[tuple[int, Variable]]:
+    """The inputs among ``needs``, by slot, but those of which it reads the type alone."""
     found = [(slot, v) for slot, v in enumerate(op.inputs) if v is not None and v.key in needs]
     typed = traits_of(op).type_only if found else ()
-    return [v for slot, v in found if slot not in typed] + [v for v in op.captures if v.key in needs]
+    return [(slot, v) for slot, v in found if slot not in typed]
 
 
 def _continues(op: Operator, read: list[Variable], made: Variable) -> bool:
