@@ -24,7 +24,7 @@ from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.annotate import annotate, refine
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import constant_array, infer_operator, static
-from amp_transpiler.ir.nodes import CAPTURE, Operator, Shape, Variable
+from amp_transpiler.ir.nodes import CAPTURE, Operator, Shape, Variable, origin
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.proto_residue import listed_inputs
 from amp_transpiler.ir.tensors import as_array, byte_size, tensor_type
@@ -368,8 +368,7 @@ class _Folding:
 
 def _constant(variable: Variable) -> np.ndarray | None:
     """The content of a constant of moderate size, of the graph around too."""
-    while variable.outer is not None:
-        variable = variable.outer
+    variable = origin(variable)
     if variable.is_input or variable.persistable or variable.dtype not in _TYPES:
         return None
     data = content(variable)

@@ -290,3 +290,10 @@ def _refuse(variable: Variable, one: str, other: str) -> NoReturn:
     raise GraphError(
         f"variable '{variable.name}' would have two producers: '{one}' and '{other}'; a variable is written once"
     )
+
+
+def origin(variable: Variable) -> Variable:
+    """The variable itself, or the one of an enclosing program that it stands for."""
+    while variable.outer is not None:
+        variable = variable.outer
+    return variable

@@ -18,7 +18,7 @@ from amp_transpiler.ir.external import Layout
 from amp_transpiler.ir.gc_pause import collector_paused
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import INITIALIZER, written_marks, written_state
-from amp_transpiler.ir.nodes import FORWARD, OWN, Operator, Variable
+from amp_transpiler.ir.nodes import FORWARD, OWN, Operator, Variable, origin
 from amp_transpiler.ir.proto_residue import plain_domain, source_of, value_info
 from amp_transpiler.ir.tensors import Tensor, embedded, stripped, tensor_type
 from amp_transpiler.ir.verify import same_shape
@@ -346,9 +346,7 @@ class _Writer:
 
 def exported_name(variable: Variable) -> str:
     """The name under which a variable is written: a captured one has that of the variable it stands for."""
-    while variable.outer is not None:
-        variable = variable.outer
-    return variable.name
+    return origin(variable).name
 
 
 def _write_header(op: Operator, node: onnx.NodeProto) -> None:

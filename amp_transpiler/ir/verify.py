@@ -15,7 +15,7 @@ import onnx
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.adjacency import predecessors, successors
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.nodes import CAPTURE, OWN, Operator, Variable
+from amp_transpiler.ir.nodes import CAPTURE, OWN, Operator, Variable, origin
 from amp_transpiler.ir.types import NAMES, ONNX_TYPES
 
 _SHOWN = 10
@@ -133,7 +133,7 @@ def _captures(program: Graph) -> Iterator[str]:
             captured.add(v.outer.key)
             if v.outer.key not in drawn:
                 yield f"a nested graph of operator '{op.label}' reads '{v.outer.name}', but no capture edge says so"
-            name = _root(v).name
+            name = origin(v).name
             if v.program.has_var(name) and v.program.var(name) is not v:
                 yield (
                     f"variable '{name}' in a nested graph of '{op.label}' hides the captured variable of the same name"
@@ -149,12 +149,6 @@ def _captures(program: Graph) -> Iterator[str]:
         for nested in op.attrs.programs:
             if nested.parent is not op:
                 yield f"nested program '{nested.name}' of operator '{op.label}' does not know its operator"
-
-
-def _root(variable: Variable) -> Variable:
-    while variable.outer is not None:
-        variable = variable.outer
-    return variable
 
 
 def _updates(program: Graph) -> Iterator[str]:

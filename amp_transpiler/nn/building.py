@@ -21,14 +21,14 @@ from amp_transpiler.ir.graph import other_program
 from amp_transpiler.ir.infer import Declared, infer_operator
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.rollback import without_leftovers
-from amp_transpiler.ir.types import ONNX_TYPES, element_type, numpy_dtype
+from amp_transpiler.ir.types import FLOATS, ONNX_TYPES, element_type, numpy_dtype
 from amp_transpiler.lists import TARGET_OPSET
 from amp_transpiler.option_checks import is_whole, shown
 from amp_transpiler.program import Program, default_main_program
 
 #: What an operator may be given: a variable, an array (it becomes a constant), or nothing.
 Input = Variable | np.ndarray | None
-FLOATING = ("float16", "bfloat16", "float32", "float64")
+FLOATING = tuple(sorted(FLOATS))
 INTEGER = ("int64", "int32")
 #: Beyond the end of every dimension, and still an int64 where a size is added to it.
 LARGEST = (1 << 62) - 1

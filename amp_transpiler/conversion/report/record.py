@@ -9,13 +9,13 @@ from typing import Any
 from amp_transpiler.conversion.verdict import Verdict
 from amp_transpiler.ir.locations import model_size
 from amp_transpiler.ir.metadata import inserted
-from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.nodes import Operator, Variable, origin
 from amp_transpiler.ir.reasons import Reason
 from amp_transpiler.ir.tensors import byte_size, tensor_type
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.passes.numerics.constraints import ConstantNote
 from amp_transpiler.passes.view.names import label
-from amp_transpiler.passes.view.typing import origin, programs
+from amp_transpiler.passes.view.typing import programs
 from amp_transpiler.program import Program
 
 

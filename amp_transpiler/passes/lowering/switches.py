@@ -16,11 +16,11 @@ import onnx
 
 from amp_transpiler.ir.control import nested_graphs
 from amp_transpiler.ir.metadata import inserted
-from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.nodes import Operator, Variable, origin
 from amp_transpiler.ir.types import HALF, NAMES, ONNX_TYPES
 from amp_transpiler.passes.lowering.lowered import Lowered, Port, live, rename_tensors, row, used_tensors
 from amp_transpiler.passes.view.names import source
-from amp_transpiler.passes.view.typing import is_float, origin
+from amp_transpiler.passes.view.typing import is_float
 
 #: Tags of operators beside the numbers of those that can be switched: runs in fp32; stores 16 bit whatever is chosen.
 FULL, FIXED = -1, -2

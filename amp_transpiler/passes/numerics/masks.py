@@ -28,9 +28,7 @@ from amp_transpiler.passes.view.typing import is_float, operator_name
 LOW, HIGH = 1, 2
 
 _IGNORES = {"low": LOW, "high": HIGH}
-_INSPECTS = frozenset({"IsNaN", "IsInf"})
-#: These tell a masked place from any other, beside a number that is far from a mask.
-_COMPARES = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
+#: What compares with a number of this size at most, far from a mask, tells a masked place from any other.
 _FAR = 1e3
 #: Arithmetic that hands masks on, each in its own way (see :func:`through`).
 _PASSES = frozenset({"Add", "Sum", "Sub", "Neg", "Max", "Min", "Mul", "Div"})
@@ -223,9 +221,9 @@ def _ends(op: Operator, name: str, slot: int, flow: Flow) -> int | None:
     if name in _PASSES:
         return None
     traits = traits_of(op)
-    if traits.shape_only or name in _INSPECTS:
+    if traits.shape_only or (traits.compares and len(op.inputs) == 1):
         return LOW | HIGH
-    if name in _COMPARES:
+    if traits.compares:
         number = flow.number(flow.inputs[op][1 - slot])
         return LOW | HIGH if number is not None and abs(number) <= _FAR else 0
     if name == "TopK":

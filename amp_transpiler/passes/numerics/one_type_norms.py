@@ -19,7 +19,7 @@ import numpy as np
 from amp_transpiler.ir.decompose import Parts, write_instead
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import static
-from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.nodes import Operator, Variable, origin
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import HALF, LIMITS, SHORT, numpy_dtype
@@ -27,7 +27,7 @@ from amp_transpiler.ops.norm_parts import epsilon_of
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.of_type import of_type
-from amp_transpiler.passes.view.typing import Obstacle, narrowed, origin, programs
+from amp_transpiler.passes.view.typing import Obstacle, narrowed, programs
 
 Array = np.ndarray[Any, Any]
 #: The exponent of two up to which a variance is a normal number of float16 whose root is a power of two.

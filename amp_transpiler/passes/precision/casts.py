@@ -16,14 +16,14 @@ from typing import Any
 import onnx
 
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.nodes import FORWARD, Operator, Variable
+from amp_transpiler.ir.nodes import FORWARD, Operator, Variable, origin
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS, HALF, ONNX_TYPES, SHORT
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.precision.rules import Decision, constant_reason
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.names import source
-from amp_transpiler.passes.view.typing import Slots, kept_slots, operator_name, origin, programs, signature_of
+from amp_transpiler.passes.view.typing import Slots, kept_slots, operator_name, programs, signature_of
 
 Decisions = dict[Operator, Decision]
 #: What may stand between a constant and its readers: what makes it, and casts that were put in.

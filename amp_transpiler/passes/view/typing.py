@@ -236,13 +236,6 @@ def _unbound(op: Operator, outputs: tuple[int, ...], slots: Slots) -> Slots:
     return slots
 
 
-def origin(variable: Variable) -> Variable:
-    """The variable itself, or the one of an enclosing program that it stands for."""
-    while variable.outer is not None:
-        variable = variable.outer
-    return variable
-
-
 def programs(program: Graph) -> Iterator[Graph]:
     """The program and every nested one, each before those inside it."""
     yield program
