@@ -24,6 +24,13 @@ _KINDS = {
 }
 
 
+def folder_path(path: PathLike, what: str) -> Path:
+    """``path``, of a folder that may be still to be made; ArgumentTypeError, naming ``what``, for what is no path."""
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in os.fspath(path):
+        raise ArgumentTypeError(f"{what} is {path!r:.80}; expected the path of a folder")
+    return Path(path)
+
+
 def check_target(path: PathLike, what: str = "") -> Path:
     """Where ``path`` will be written: its name in the folder that it leads to.
 

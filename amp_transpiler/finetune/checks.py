@@ -13,7 +13,7 @@ from amp_transpiler.errors import (
     ModelFileWriteError,
     PlaceError,
 )
-from amp_transpiler.file_targets import check_space, same_file
+from amp_transpiler.file_targets import check_space, folder_path, same_file
 from amp_transpiler.files import check_outputs, remove_leftovers
 from amp_transpiler.finetune.log import EPOCHS, STEPS
 from amp_transpiler.finetune.options import FitOptions
@@ -70,9 +70,7 @@ def check_folder(path: Any, output: Any, what: str) -> None:
 
     It is not ``output``, which is a file.
     """
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in os.fspath(path):
-        raise ArgumentTypeError(f"{what} is {path!r}; expected the path of a folder")
-    folder = Path(path)
+    folder = folder_path(path, what)
     kind = CheckpointWriteError if what.endswith("checkpoint") else ModelFileWriteError
     try:
         folder.lstat()

@@ -11,25 +11,36 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from amp_transpiler.errors import ArgumentTypeError, MissingPackageError, ModelFileWriteError
-from amp_transpiler.file_targets import check_target
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, MissingPackageError, ModelFileWriteError
+from amp_transpiler.file_targets import check_target, folder_path
 from amp_transpiler.runtime.report import StepReport
 
 
 class _Writer:
     """Writes reports one by one; closed when its ``with`` block ends."""
 
+    _closed = False
+
     def write(self, report: StepReport) -> None:
-        """Add one step. ArgumentTypeError: no StepReport."""
+        """Add one step. ArgumentTypeError: no StepReport; ArgumentError: the writer is closed."""
         if not isinstance(report, StepReport):
             raise ArgumentTypeError(f"{type(self).__name__}.write takes a StepReport, got {report!r}")
+        self._must_be_open("write")
         self._write(report)
+
+    def _must_be_open(self, call: str) -> None:
+        if self._closed:
+            raise ArgumentError(f"{type(self).__name__}.{call}: the writer is closed; write before its with block ends")
 
     def _write(self, report: StepReport) -> None:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Write out what is buffered. A closed writer stays closed."""
+        self._closed = True
+        self._close()
+
+    def _close(self) -> None:
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -51,7 +62,7 @@ class _LineWriter(_Writer):
         self._file = open(target, "a" if append else "w", encoding="utf-8", newline="", buffering=1)  # noqa: SIM115
         self._empty = self._file.tell() == 0
 
-    def close(self) -> None:
+    def _close(self) -> None:
         self._file.close()
 
 
@@ -133,12 +144,13 @@ class TensorBoardWriter(_Writer):
             raise MissingPackageError(
                 "TensorBoardWriter needs the package tensorboardX; install it with `pip install tensorboardX`"
             ) from None
+        path = str(folder_path(folder, "TensorBoardWriter: folder"))
         try:
-            os.makedirs(folder, exist_ok=True)
-        except (OSError, ValueError, RecursionError) as error:  # a path of a thousand folders, or one that cannot be
+            os.makedirs(path, exist_ok=True)
+        except (OSError, RecursionError) as error:  # a path of a thousand folders, or one that cannot be
             reason = getattr(error, "strerror", None) or error
-            raise ModelFileWriteError(f"{os.fspath(folder)!r} can be no folder of logs: {reason}") from None
-        self._summary: _Summary = SummaryWriter(str(folder))
+            raise ModelFileWriteError(f"{path!r} can be no folder of logs: {reason}") from None
+        self._summary: _Summary = SummaryWriter(path)
         self._parameters = parameters
 
     def _write(self, report: StepReport) -> None:
@@ -150,7 +162,8 @@ class TensorBoardWriter(_Writer):
         self._add(record, report.step)
 
     def write_scalars(self, group: str, values: Mapping[str, float | None], step: int) -> None:
-        """Add numbers of other kinds, under ``<group>/``: those of an epoch, say."""
+        """Add numbers of other kinds, under ``<group>/``: those of an epoch, say. ArgumentError: the writer is closed."""
+        self._must_be_open("write_scalars")
         self._add({f"{group}/{name}": value for name, value in values.items()}, step)
 
     def _add(self, record: Mapping[str, Any], step: int) -> None:
@@ -158,5 +171,5 @@ class TensorBoardWriter(_Writer):
             if value is not None and math.isfinite(value):
                 self._summary.add_scalar(tag, float(value), step)
 
-    def close(self) -> None:
+    def _close(self) -> None:
         self._summary.close()

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from amp_transpiler.errors import AmpError, ArgumentError, ArgumentTypeError
+from amp_transpiler.errors import AmpError, ArgumentError
+from amp_transpiler.file_targets import folder_path
 from amp_transpiler.files import put, write_files
 from amp_transpiler.warn import warn_user
 
@@ -39,9 +40,7 @@ class SessionCache:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
-            raise ArgumentTypeError(f"cache_dir is the path of a folder, got {folder!r}")
-        self.folder = Path(folder)
+        self.folder = folder_path(folder, "cache_dir")
         if self.folder.exists() and not self.folder.is_dir():
             raise ArgumentError(f"cache_dir '{self.folder}' is no folder")
 

@@ -195,6 +195,14 @@ def test_a_file_that_was_cut_short_is_gone_on_with(tmp_path: Path, run_of_three:
         assert lines[-1] == whole.splitlines()[-1] and lines[-2] == lines[-1][:-8]
 
 
+@pytest.mark.parametrize("kind", [amp.CsvWriter, amp.JsonlWriter, amp.TensorBoardWriter])
+def test_a_closed_writer_says_so(kind: Any, tmp_path: Path, run_of_three: list[Any]) -> None:
+    with kind(tmp_path / "log") as writer:
+        writer.write(run_of_three[0])
+    with pytest.raises(ArgumentError, match=f"{kind.__name__}.write: the writer is closed"):
+        writer.write(run_of_three[1])
+
+
 @pytest.mark.parametrize("content", [b"time,foo\n1,2\n", b"\xff\xfe\x00"])
 def test_a_file_of_something_else_is_not_gone_on_with(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "other.csv").write_bytes(content)

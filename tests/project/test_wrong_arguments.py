@@ -12,7 +12,7 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError
-from amp_transpiler.monitor import CsvWriter, JsonlWriter
+from amp_transpiler.monitor import CsvWriter, JsonlWriter, TensorBoardWriter
 from amp_transpiler.nn import functional as F
 
 Net = tuple[amp.Program, amp.Variable, amp.Executor, amp.Scope]
@@ -49,6 +49,8 @@ CALLS: dict[str, tuple[Callable[[Net], Any], str]] = {
     "before": (lambda net: amp.find_culprit(net[0], {}, net[3], before=5), "before is 5; expected a mapping"),
     "save_step": (lambda _: amp.save_step("step.npz", None), "a program as second argument, got None"),
     "CsvWriter": (lambda _: CsvWriter(None), "output is None; expected the path of a file"),
+    "TensorBoardWriter": (lambda _: TensorBoardWriter(None), "folder is None; expected the path of a folder"),
+    "cache_dir": (lambda _: amp.Executor(cache_dir="a\0b"), "cache_dir is .*; expected the path of a folder"),
     "JsonlWriter": (lambda _: JsonlWriter(5), "output is 5; expected the path of a file"),
     "Pipeline": (lambda _: amp.Pipeline(5), "takes passes, or their text, .* got 5"),
     "Pipeline of numbers": (lambda _: amp.Pipeline([5]), "takes passes, or their text, .* got 5"),
