@@ -162,7 +162,7 @@ class TensorBoardWriter(_Writer):
         self._add(record, report.step)
 
     def write_scalars(self, group: str, values: Mapping[str, float | None], step: int) -> None:
-        """Add numbers of other kinds, under ``<group>/``: those of an epoch, say. ArgumentError: the writer is closed."""
+        """Add numbers of other kinds, under ``<group>/``: those of an epoch, say. ArgumentError once it is closed."""
         self._must_be_open("write_scalars")
         self._add({f"{group}/{name}": value for name, value in values.items()}, step)
 
