@@ -22,7 +22,7 @@ from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.passes.canonicalize.simplify import remove_dead
 from amp_transpiler.passes.numerics.rounding_loss import TOLERANCE, error_bound, losses, relative_error
 from amp_transpiler.passes.pipeline import Context, Pass, Property
-from amp_transpiler.passes.view.constants import content
+from amp_transpiler.passes.view.constants import constant_content
 from amp_transpiler.passes.view.of_type import of_type
 
 #: float16 holds no smaller power of two.
@@ -52,12 +52,12 @@ def _suspect(op: Operator) -> list[int]:
 def _adds(op: Operator, slot: int | str, made: Variable) -> bool:
     """Whether the operator adds the tensor to another one of its shape that is no constant."""
     other = op.input(1 - slot) if op.type == "Add" and not op.domain and isinstance(slot, int) else None
-    return other is not None and other is not made and other.shape == made.shape and content(other) is None
+    return other is not None and other is not made and other.shape == made.shape and constant_content(other) is None
 
 
 def _array(variable: Variable | None, most: int) -> np.ndarray | None:
     """The content of a float32 constant that is not larger."""
-    data = None if variable is None or variable.persistable else content(variable)
+    data = constant_content(variable)
     if data is None or tensor_type(data)[0] != "float32" or math.prod(tensor_type(data)[1]) > most:
         return None
     return as_array(data)

@@ -21,7 +21,7 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
 from amp_transpiler.passes.canonicalize.simplify import remove_dead
-from amp_transpiler.passes.view.constants import content
+from amp_transpiler.passes.view.constants import constant_content
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import CPUPlace, Executor, Scope
 
@@ -113,7 +113,7 @@ def _begin_with_zeros(program: Program) -> None:
             state = op.input(slot)
             made = None if state is None else state.producer
             zeros = made.input(0) if made is not None and made.type == "Expand" else state
-            held = None if zeros is None or zeros.persistable else content(zeros)
+            held = constant_content(zeros)
             if held is not None and not as_array(held).any():
                 op.set_input(slot, None)
 

@@ -93,7 +93,10 @@ def constant_tensor(node: onnx.NodeProto) -> onnx.TensorProto | None:
 
 
 def constant_array(variable: Variable) -> np.ndarray | None:
-    """The content of a small constant variable, None where it has none or is large."""
+    """The content of a small constant; None of what is none or is large, and of what may hold something else in a run:
+    parameters, other state, and initializers that are inputs."""
+    if variable.persistable or variable.is_input:
+        return None
     data = variable.data
     if data is None and variable.producer is not None and variable.producer.type == "Constant":
         value = variable.producer.attrs.get("value")

@@ -118,14 +118,14 @@ class PythonOperators:
 
     def __eq__(self, other: float) -> Variable:  # type: ignore[override]
         if other is None or isinstance(other, PythonOperators):
-            return self is other  # type: ignore[return-value]
+            return self is other
         if not isinstance(other, numbers.Real):
             return NotImplemented
         return _arithmetic.named("equal", self, other)
 
     def __ne__(self, other: float) -> Variable:  # type: ignore[override]
         if other is None or isinstance(other, PythonOperators):
-            return self is not other  # type: ignore[return-value]
+            return self is not other
         if not isinstance(other, numbers.Real):
             return NotImplemented
         return _arithmetic.named("not_equal", self, other)

@@ -59,7 +59,7 @@ def inline_known_branches(program: Graph) -> bool:
     while pending:
         op = pending.pop()
         condition = op.input(0)
-        taken = None if condition is None or condition.is_input else constant_array(condition)
+        taken = None if condition is None else constant_array(condition)
         if taken is None or taken.size != 1:
             for nested in op.attrs.programs:
                 found |= inline_known_branches(nested)

@@ -30,7 +30,7 @@ from amp_transpiler.passes.canonicalize.matching import (
     squares,
 )
 from amp_transpiler.passes.pipeline import Context, Pass
-from amp_transpiler.passes.view.constants import content
+from amp_transpiler.passes.view.constants import constant_content
 from amp_transpiler.passes.view.of_type import of_type
 
 #: What takes a mean; the second one over all dimensions but two.
@@ -118,7 +118,7 @@ def _scale(norm: _Norm, scale: Variable | None, size: tuple[int, ...]) -> Variab
     program, x, by = norm.last.program, norm.x, norm.factor**-0.5
     if scale is not None and by == 1:
         return scale
-    held = None if scale is None or scale.persistable else content(scale)
+    held = constant_content(scale)
     if scale is None or held is not None:
         array = np.ones(size, numpy_dtype(x.dtype or "float32")) if held is None else as_array(held)
         return program.add_constant(f"{x.name}.scale", (array * by).astype(array.dtype))
@@ -147,7 +147,7 @@ def _of_size(weight: Variable, size: tuple[int, ...], like: Operator) -> Variabl
     program = weight.program
     if weight.shape == size:
         return weight
-    array = None if weight.persistable else content(weight)
+    array = constant_content(weight)
     if array is not None:
         return program.add_constant(weight.name, as_array(array).reshape(size))
     made = program.new_variable(weight.name, weight.dtype, size)

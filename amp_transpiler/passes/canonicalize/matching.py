@@ -8,7 +8,7 @@ from amp_transpiler.ir.adjacency import successors
 from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array, tensor_type
-from amp_transpiler.passes.view.constants import content
+from amp_transpiler.passes.view.constants import constant_content
 
 #: The least number of float16.
 LEAST_HALF = 2.0**-24
@@ -29,7 +29,7 @@ def factor(op: Operator, variable: Variable | None) -> Variable | None:
 
 def number(variable: Variable | None) -> float | None:
     """The number that a constant of one element holds; None of a parameter, which may come to hold another."""
-    data = None if variable is None or variable.persistable else content(variable)
+    data = constant_content(variable)
     return None if data is None or math.prod(tensor_type(data)[1]) != 1 else float(as_array(data).reshape(-1)[0])
 
 
@@ -69,7 +69,7 @@ def squares(op: Operator) -> bool:
     """Whether a Mul or Pow squares its first operand."""
     if op.type == "Mul":
         return op.input(0) is op.input(1)
-    data = None if op.input(1) is None else content(op.inputs[1])  # type: ignore[arg-type]
+    data = constant_content(op.input(1))
     return data is not None and bool((as_array(data).reshape(-1) == 2).all())
 
 

@@ -24,7 +24,7 @@ from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
 from amp_transpiler.option_checks import whole
 from amp_transpiler.passes.pipeline import Context, Pass, Property
-from amp_transpiler.passes.view.constants import content
+from amp_transpiler.passes.view.constants import constant_content
 
 #: Before it operators broadcast by other rules.
 OLDEST = 7
@@ -241,7 +241,7 @@ def _resize(op: Operator) -> None:
 def _rounded(op: Operator, scales: Variable | None) -> None:
     """Places between elements: onnxruntime's kernel of the old form takes the one before them along an axis that grows,
     and the one behind along an axis that shrinks. Resize has one way for all axes: two of them where some do either."""
-    known = None if scales is None else content(scales)
+    known = constant_content(scales)
     factors = None if known is None else as_array(known)
     op.attrs["nearest_mode"] = "floor"
     if factors is None or (factors >= 1).all():

@@ -18,7 +18,7 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.passes.canonicalize.matching import maker, reduced_axes, remove, squares
-from amp_transpiler.passes.view.constants import content
+from amp_transpiler.passes.view.constants import constant_content
 from amp_transpiler.passes.view.of_type import of_type
 
 
@@ -82,7 +82,7 @@ def _write(rows: _Rows) -> None:
 
 def _is(variable: Variable, number: float) -> bool:
     """Whether a constant is this number throughout; no parameter is, which may come to hold another."""
-    data = None if variable.persistable or variable.is_input else content(variable)
+    data = constant_content(variable)
     return data is not None and bool((as_array(data) == number).all())
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.passes.canonicalize.matching import number
-from amp_transpiler.passes.view.constants import content
+from amp_transpiler.passes.view.constants import constant_content
 from amp_transpiler.passes.view.names import source
 
 #: So many operators at most make a polynomial of what it is of, and so many tensors are looked at for that.
@@ -27,7 +27,7 @@ def polynomials(variable: Variable | None) -> Iterator[tuple[Variable, Polynomia
             yield x, found
         if x.producer is not None and x.producer.type in _ARITHMETIC and len(queue) < _LOOKED_AT:
             operands = (source(v) for v in x.producer.inputs if v is not None)
-            queue += [v for v in operands if v not in queue and content(v) is None]
+            queue += [v for v in operands if v not in queue and constant_content(v) is None]
 
 
 def polynomial(variable: Variable | None, x: Variable, steps: int = _STEPS) -> Polynomial | None:

@@ -22,7 +22,7 @@ from amp_transpiler.ir.metadata import NORM
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.passes.canonicalize.matching import maker, number, only_reader, reduced_axes, remove, squares
-from amp_transpiler.passes.view.constants import content
+from amp_transpiler.passes.view.constants import constant_content
 from amp_transpiler.passes.view.of_type import of_type
 
 #: The largest weight that takes the root of a count in; a larger product would come near the end of float16.
@@ -198,7 +198,7 @@ class _Found:
                 if op.type != "Mul" or op.domain or isinstance(slot, str):
                     return False
                 weight = op.input(1 - slot)
-                data = None if weight is None or weight.persistable else content(weight)
+                data = constant_content(weight)
                 if weight is None or data is None or weight.dtype != "float32":
                     return False
                 array = as_array(data) * np.float32(math.sqrt(count))

@@ -14,7 +14,7 @@ from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.passes.canonicalize.matching import added_axes, added_number, maker, only_reader
-from amp_transpiler.passes.view.constants import content
+from amp_transpiler.passes.view.constants import constant_content
 
 #: What makes a repeated table of a repeated one, of one operand.
 _OF_REPEATED = frozenset({"Cast", "Cos", "Expand", "Identity", "Neg", "Reshape", "Sin", "Unsqueeze"})
@@ -93,7 +93,7 @@ def negated(variable: Variable | None) -> Variable | None:
 
 def repeats(variable: Variable, pairs: bool, steps: int = _STEPS) -> bool:
     """Whether the second part of the last axis is known to hold what the first does."""
-    data, op, shape = content(variable), variable.producer, variable.shape or ()
+    data, op, shape = constant_content(variable), variable.producer, variable.shape or ()
     if data is not None:
         return bool(tensor_type(data)[1]) and _has_equal_parts(as_array(data), pairs)
     if op is None or op.domain or not steps or not shape or not isinstance(shape[-1], int):

@@ -50,7 +50,7 @@ def _only_read(sequence: Variable) -> bool:
                 return False
             position = {"SequenceAt": 1, "SequenceErase": 1, "SequenceInsert": 2}.get(op.type)
             index = None if position is None else op.input(position)
-            if index is not None and (index.is_input or constant_array(index) is None):
+            if index is not None and constant_array(index) is None:
                 return False
             if op.type in ("SequenceInsert", "SequenceErase") and op.outputs[0] not in seen and op.outputs[0]:
                 seen.add(op.outputs[0])

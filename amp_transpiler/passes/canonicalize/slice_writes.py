@@ -22,7 +22,7 @@ from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.passes.canonicalize.matching import maker, remove
 from amp_transpiler.passes.canonicalize.whole_splits import piece_of
-from amp_transpiler.passes.view.constants import content
+from amp_transpiler.passes.view.constants import constant_content
 from amp_transpiler.passes.view.of_type import of_type
 
 _SCATTERS = ("ScatterND", "ScatterElements")
@@ -56,7 +56,7 @@ def write_slices(program: Graph) -> list[str]:
 def _ranges(op: Operator) -> list[_Range] | None:
     """The first axes of what is written to and the places along each, where these follow each other."""
     data, indices, made = op.input(0), op.input(1), op.output(0)
-    held = None if indices is None or indices.persistable else content(indices)
+    held = constant_content(indices)
     if data is None or data.shape is None or made is None or made.dtype not in FLOATS or held is None:
         return None
     at = as_array(held)

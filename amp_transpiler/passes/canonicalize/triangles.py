@@ -18,7 +18,7 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.passes.canonicalize.matching import added_axes, factor, maker, number, reduced_axes, remove
 from amp_transpiler.passes.canonicalize.whole_splits import piece_of
-from amp_transpiler.passes.view.constants import content
+from amp_transpiler.passes.view.constants import constant_content
 from amp_transpiler.passes.view.of_type import of_type
 
 #: Rows from which on products are fewer operators than the loop.
@@ -124,7 +124,7 @@ def _head_written(loop: _Loop, variable: Variable | None, row: int) -> tuple[Var
     back = maker(variable, "Transpose")
     put = None if back is None else maker(back.input(0), "ScatterND")
     turns = [] if put is None else [maker(put.input(0), "Transpose"), maker(put.input(2), "Transpose")]
-    places = None if put is None or put.input(1) is None else content(put.inputs[1])  # type: ignore[arg-type]
+    places = None if put is None else constant_content(put.input(1))
     if back is None or put is None or places is None or put.attrs.get("reduction", "none") not in ("none", b"none"):
         return None
     found = as_array(places)
@@ -153,7 +153,7 @@ def _is_head(loop: _Loop, variable: Variable | None, of: Variable | None, row: i
 def _all_are(variable: Variable | None, value: int) -> bool:
     """Whether a constant, repeated or not, holds this number everywhere."""
     repeated = maker(variable, "Expand")
-    data = None if variable is None else content(variable if repeated is None else repeated.inputs[0])  # type: ignore[arg-type]
+    data = constant_content(variable if repeated is None else repeated.input(0))
     return data is not None and bool((as_array(data) == value).all())
 
 
@@ -169,12 +169,12 @@ def _strictly_lower(variable: Variable | None, size: int) -> bool:
         offset = 0.0 if op.input(1) is None else number(op.input(1))
         return not op.attrs.get("upper", 1) and offset is not None and offset < 0
     if op.type == "Where":
-        chosen = None if op.input(0) is None else content(op.inputs[0])  # type: ignore[arg-type]
+        chosen = constant_content(op.input(0))
         mask = None if chosen is None else as_array(chosen)
         return mask is not None and mask.shape == above.shape and number(op.input(1)) == 0 and bool(mask[above].all())
     for read in op.inputs if op.type == "Mul" else ():
         other = factor(op, read)
-        data = None if other is None or other.persistable else content(other)
+        data = constant_content(other)
         if data is not None:
             mask = as_array(data)
             masked = mask.shape == above.shape and not mask[above].any()

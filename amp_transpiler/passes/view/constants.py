@@ -40,6 +40,11 @@ def content(variable: Variable) -> Any:
     return None
 
 
+def constant_content(variable: Variable | None) -> Any:
+    """The dense content of a constant, else None: as of parameters and other state, which may come to hold another."""
+    return None if variable is None or variable.persistable else content(variable)
+
+
 def _batched(variables: Iterable[Variable], size: int) -> Iterator[list[Variable]]:
     """The variables in groups of this size."""
     rest = iter(variables)
@@ -51,7 +56,7 @@ def is_constant(variable: Variable) -> bool:
     """Whether the variable is a floating-point constant whose content is known and dense, and not a parameter."""
     if variable.data is None and (variable.producer is None or variable.producer.type != "Constant"):
         return False  # as most
-    return variable.dtype in FLOATS and not variable.persistable and content(variable) is not None
+    return variable.dtype in FLOATS and constant_content(variable) is not None
 
 
 def may_hold(variable: Variable) -> bool:

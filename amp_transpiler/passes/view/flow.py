@@ -91,7 +91,7 @@ class Flow:
 
     def integers(self, variable: Variable | None) -> list[int] | None:
         """The content of a constant of a few integers; None for anything else."""
-        data = constants.content(source(variable)) if variable is not None else None
+        data = None if variable is None else constants.constant_content(source(variable))
         if data is None:
             return None
         dtype, shape = tensor_type(data)
@@ -99,7 +99,7 @@ class Flow:
 
     def _read(self, variable: Variable) -> float | None:
         for _ in range(_HOPS):
-            data = constants.content(variable)
+            data = constants.constant_content(variable)
             if data is not None:
                 dtype, shape = tensor_type(data)
                 return float(as_array(data).reshape(-1)[0]) if math.prod(shape) == 1 and dtype != "string" else None
