@@ -154,4 +154,4 @@ def negative_log_likelihood_grad(e: Emitter, op: Operator, labels: Value, weight
     return [e.ScatterElements(e.zeros(shape, dy.dtype), found.index, updates, axis=1, shape=shape)]
 
 
-traits("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss")
+traits("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss", settings=(2,))

@@ -62,7 +62,7 @@ class Traits:
 
     ``weights``: what a layer learns or keeps.
     ``statistics``: running means and variances, which change in training though nothing learns them.
-    ``settings``: bounds, sizes, ratios, fill values: numbers that configure it.
+    ``settings``: bounds, sizes, ratios, fill values, weights of classes: numbers that configure it.
     ``biases``: what is added to a sum of products, or to the variance of a norm.
     """
 

@@ -54,6 +54,19 @@ def test_ones_that_are_added_up_are_not_trained(reduction: str, number: float, r
     assert reasons(program(text, c=np.full((4, 4), number, np.float32)), "c") == [reason]
 
 
+@pytest.mark.parametrize("loss", ["SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"])
+def test_weights_of_classes_are_not_trained(loss: str) -> None:
+    text = (
+        f"net (float[4,4] x, int64[4] t) => (float l) {{ z = MatMul (x, w)  p = LogSoftmax (z)  l = {loss} (p, t, c) }}"
+    )
+    made = program(text, w=np.eye(4, dtype=np.float32), c=np.array([1, 2, 3, 0.5], np.float32))
+    assert reasons(made, "w", "c") == ["", f"a number of {loss}"]
+    amp.prepare_training(made)
+    with amp.program_guard(made, made.startup):
+        amp.optimizer.SGD(0.1).minimize(made.outputs[0])
+    assert [v.name for v in made.parameters] == ["w"]
+
+
 @pytest.mark.parametrize(
     ("shape", "reason"), [((2, 4), "what the examples of a batch begin with"), ((1, 4), ""), ((4,), "")]
 )
