@@ -185,7 +185,7 @@ export class TrainingStep {
     this.step = meta.step ?? 0;
   }
 
-  /** One step on a batch: typed arrays by the names of feeds. Gives what train.onnx fetches, by name. */
+  /** One step on a batch: typed arrays, or { data, shape }, by the names of feeds. Gives what train.onnx fetches, by name. */
   async train(feeds) {
     const { steps, counter } = this.manifest.window;
     const count = counter === null ? 1 : (await this.state.get(counter).getData())[0] + 1;
@@ -221,11 +221,13 @@ export class TrainingStep {
       }
     }
     for (const feed of model.feeds) {
-      const data = feeds[feed.name];
+      const given = feeds[feed.name];
+      const { data, shape } = given?.data ? given : { data: given, shape: feed.shape };
       const size = feed.shape.reduce((a, b) => a * b, 1);
       const [Kind] = TYPES[feed.dtype];
-      if (!(data instanceof Kind) || data.length !== size) {
-        const found = data === undefined ? "missing" : `a ${data.constructor.name} of ${data.length}`;
+      if (!(data instanceof Kind) || data.length !== size || `${shape}` !== `${feed.shape}`) {
+        const shaped = given?.data ? ` [${shape}]` : "";
+        const found = data == null ? "missing" : `a ${data.constructor.name} of ${data.length}${shaped}`;
         const wanted = `a ${Kind.name} of ${size} (${feed.dtype} [${feed.shape}])`;
         throw new StepError(`feed '${feed.name}' of ${model.file} is ${found}; expected ${wanted}`);
       }

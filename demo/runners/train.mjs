@@ -29,7 +29,8 @@ try {
     const feeds = {};
     for (const [name, { shape, data: all }] of data) {
       const size = all.length / shape[0];
-      feeds[name] = all.slice((step.step % shape[0]) * size, ((step.step % shape[0]) + 1) * size);
+      const batch = all.slice((step.step % shape[0]) * size, ((step.step % shape[0]) + 1) * size);
+      feeds[name] = { data: batch, shape: shape.slice(1) };
     }
     const fetched = await step.train(feeds);
     const told = Object.entries(fetched).map(([name, value]) => `${name} ${Number(value[0]).toPrecision(9)}`);

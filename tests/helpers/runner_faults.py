@@ -78,6 +78,12 @@ def short_feed(home: Path) -> None:
     save_file(tensors | {"x": tensors["x"][:, :-1].copy()}, home / "data.safetensors")
 
 
+def turned_feed(home: Path) -> None:
+    """As many numbers, the other way round."""
+    tensors = load_file(home / "data.safetensors")
+    save_file(tensors | {"x": np.ascontiguousarray(tensors["x"].swapaxes(1, 2))}, home / "data.safetensors")
+
+
 def cut_batches(home: Path) -> None:
     """The batch of the first step is whole."""
     tensors = load_file(home / "data.safetensors")
@@ -109,6 +115,7 @@ FAULTS: dict[Callable[[Path], None], tuple[str, ...]] = {
     missing_feed: ("feed 'label'", "missing"),
     wrong_feed: ("feed 'x'", "float32"),
     short_feed: ("feed 'x'", "float32"),
+    turned_feed: ("feed 'x'", "float32"),
     cut_batches: ("file",),
     no_batches: (),
     uneven_batches: ("feeds in", "length"),
