@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from amp_transpiler.errors import MissingPackageError
+from amp_transpiler.errors import MissingPackageError, ModelFileWriteError
 from amp_transpiler.files import put, write_files
 from amp_transpiler.finetune.training_record import EpochRecord
 from amp_transpiler.monitor import CsvWriter, TensorBoardWriter
@@ -24,7 +25,7 @@ class Log:
 
     The folder is made with the first of them, so that a training that is refused leaves none. A run that is resumed
     goes on in the files that are there; what lies behind its checkpoint is taken out first. ``tell`` is told what is
-    missing for TensorBoard.
+    missing for TensorBoard, and where the files cannot be written any more: the training goes on without them.
     """
 
     def __init__(
@@ -34,22 +35,37 @@ class Log:
         self._metric, self._epochs_done, self._steps_done, self._tell = metric, epochs, steps, tell
         self._steps: CsvWriter | None = None
         self._board: TensorBoardWriter | None = None
+        self._ended = False
 
     def step(self, report: StepReport) -> None:
         """Add a step."""
-        self._opened().write(report)
-        if self._board is not None:
-            self._board.write(report)
+        if not self._ended:
+            steps = self._opened()
+            with self._kept_going():
+                steps.write(report)
+                if self._board is not None:
+                    self._board.write(report)
 
     def epoch(self, record: EpochRecord) -> None:
         """Add an epoch."""
-        self._opened()
-        rows = _rows(self.folder / EPOCHS)
-        fields = record.columns(self._metric)
-        rows.append({name: "" if value is None else str(value) for name, value in fields.items()})
-        _write(self.folder / EPOCHS, list(fields), rows)
-        if self._board is not None:
-            self._board.write_scalars("epoch", {k: v for k, v in fields.items() if k != "epoch"}, record.epoch)
+        if not self._ended:
+            self._opened()
+            with self._kept_going():
+                rows = _rows(self.folder / EPOCHS)
+                fields = record.columns(self._metric)
+                rows.append({name: "" if value is None else str(value) for name, value in fields.items()})
+                _write(self.folder / EPOCHS, list(fields), rows)
+                if self._board is not None:
+                    self._board.write_scalars("epoch", {k: v for k, v in fields.items() if k != "epoch"}, record.epoch)
+
+    @contextmanager
+    def _kept_going(self) -> Iterator[None]:
+        """The log ends, and not the training, where it cannot be written."""
+        try:
+            yield
+        except ModelFileWriteError as error:
+            self._ended = True
+            self._tell(f"the log ends before the training, which goes on: {error}")
 
     def _opened(self) -> CsvWriter:
         if self._steps is None:
@@ -69,10 +85,10 @@ class Log:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._steps is not None:
-            self._steps.close()
-        if self._board is not None:
-            self._board.close()
+        for writer in (self._steps, self._board):
+            if writer is not None:
+                with suppress(ModelFileWriteError) if self._ended else self._kept_going():
+                    writer.close()
 
 
 def _rows(path: Path) -> list[dict[str, str]]:

@@ -6,10 +6,12 @@ import csv
 import json
 import math
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, MissingPackageError, ModelFileWriteError
 from amp_transpiler.file_targets import check_target, folder_path
@@ -21,12 +23,17 @@ class _Writer:
 
     _closed = False
 
+    def __init__(self, path: str) -> None:
+        self._path = path
+
     def write(self, report: StepReport) -> None:
-        """Add one step. ArgumentTypeError: no StepReport; ArgumentError: the writer is closed."""
+        """Add one step. ArgumentTypeError: no StepReport; ArgumentError: the writer is closed; ModelFileWriteError, an
+        OSError: the file cannot be written."""
         if not isinstance(report, StepReport):
             raise ArgumentTypeError(f"{type(self).__name__}.write takes a StepReport, got {report!r}")
         self._must_be_open("write")
-        self._write(report)
+        with self._named():
+            self._write(report)
 
     def _must_be_open(self, call: str) -> None:
         if self._closed:
@@ -37,8 +44,17 @@ class _Writer:
 
     def close(self) -> None:
         """Write out what is buffered. A closed writer stays closed."""
-        self._closed = True
-        self._close()
+        closed, self._closed = self._closed, True
+        with self._named():
+            if not closed:
+                self._close()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ModelFileWriteError(f"'{self._path}' cannot be written: {error.strerror or error}") from None
 
     def _close(self) -> None:
         raise NotImplementedError
@@ -57,6 +73,7 @@ class _LineWriter(_Writer):
 
     def __init__(self, path: str | os.PathLike[str], append: bool = False) -> None:
         target = check_target(path)
+        super().__init__(os.fspath(path))
         if append:
             _end_line(target)
         self._file = open(target, "a" if append else "w", encoding="utf-8", newline="", buffering=1)  # noqa: SIM115
@@ -80,7 +97,7 @@ class CsvWriter(_LineWriter):
 
     One that is gone on with keeps the columns that it has; a line that was cut short is ended.
 
-    ModelFileWriteError, an OSError, where the file can be no target, OSError where it cannot be written.
+    ModelFileWriteError, an OSError, where the file can be no target, or cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str], append: bool = False) -> None:
@@ -124,22 +141,18 @@ def _json_number(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class _Summary(Protocol):
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object: ...
-    def close(self) -> None: ...
-
-
 class TensorBoardWriter(_Writer):
     """Scalars under ``train/`` in a TensorBoard log folder, through the package tensorboardX.
 
     Beside the fields of ``StepReport.to_dict``: ``grad_norm/<parameter>`` with ``parameters=True``. Values that are
-    not finite are left out, since TensorBoard cannot draw them. MissingPackageError where tensorboardX is not
-    installed.
+    not finite are left out, since TensorBoard cannot draw them. Each step is in the file when ``write`` returns.
+    MissingPackageError where tensorboardX is not installed, ModelFileWriteError, an OSError, where the file cannot be
+    written.
     """
 
     def __init__(self, folder: str | os.PathLike[str], parameters: bool = False) -> None:
         try:
-            from tensorboardX import SummaryWriter  # noqa: PLC0415 - an optional package
+            from tensorboardX import event_file_writer  # noqa: PLC0415 - an optional package
         except ImportError:
             raise MissingPackageError(
                 "TensorBoardWriter needs the package tensorboardX; install it with `pip install tensorboardX`"
@@ -150,8 +163,12 @@ class TensorBoardWriter(_Writer):
         except (OSError, RecursionError) as error:  # a path of a thousand folders, or one that cannot be
             reason = getattr(error, "strerror", None) or error
             raise ModelFileWriteError(f"{path!r} can be no folder of logs: {reason}") from None
-        self._summary: _Summary = SummaryWriter(path)
+        super().__init__(path)
         self._parameters = parameters
+        with self._named():  # the package's SummaryWriter waits for ever where its thread could not write
+            self._events = event_file_writer.EventsWriter(
+                os.path.join(path, "events"), f".{os.getpid()}.{time.time_ns()}"
+            )
 
     def _write(self, report: StepReport) -> None:
         record = {
@@ -164,12 +181,19 @@ class TensorBoardWriter(_Writer):
     def write_scalars(self, group: str, values: Mapping[str, float | None], step: int) -> None:
         """Add numbers of other kinds, under ``<group>/``: those of an epoch, say. ArgumentError once it is closed."""
         self._must_be_open("write_scalars")
-        self._add({f"{group}/{name}": value for name, value in values.items()}, step)
+        with self._named():
+            self._add({f"{group}/{name}": value for name, value in values.items()}, step)
 
     def _add(self, record: Mapping[str, Any], step: int) -> None:
+        from tensorboardX.proto.event_pb2 import Event  # noqa: PLC0415 - an optional package
+        from tensorboardX.summary import scalar  # noqa: PLC0415
+
+        event = Event(wall_time=time.time(), step=step)
         for tag, value in record.items():
             if value is not None and math.isfinite(value):
-                self._summary.add_scalar(tag, float(value), step)
+                event.summary.MergeFrom(scalar(tag, float(value)))
+        self._events.write_event(event)
+        self._events.flush()
 
     def _close(self) -> None:
-        self._summary.close()
+        self._events.close()

@@ -16,6 +16,7 @@ import pytest
 import amp_transpiler as amp
 from tests.helpers.exported import exported, samples, scores
 from tests.helpers.fitting import FAST, features, linear, rows
+from tests.helpers.full_disk import full_disk
 
 
 def test_regression_tells_the_mean_absolute_error(tmp_path: Path) -> None:
@@ -149,6 +150,20 @@ def test_a_log_has_every_step_and_epoch(mode: str, tmp_path: Path) -> None:
         found.update(value.tag for value in Event.FromString(content[at + 12 : at + 12 + size]).summary.value)
         at += size + 16
     assert {"train/loss", "train/grad_norm", "epoch/test_loss", "epoch/test_accuracy"} <= found
+
+
+@pytest.mark.parametrize("board", [True, False])
+def test_a_training_goes_on_where_its_log_does_not_fit(
+    board: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not board:
+        monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    told: list[str] = []
+    with full_disk(700):
+        amp.fit(linear(), tmp_path / "o.onnx", data=features(200), log=tmp_path / "log", say=told.append, **FAST)
+    onnx.checker.check_model(tmp_path / "o.onnx")
+    (said,) = (line for line in told if "the log ends before the training" in line)
+    assert said.endswith("cannot be written: File too large") and f"{tmp_path}/log" in said
 
 
 def test_without_tensorboardx_the_log_is_csv_and_says_what_to_install(

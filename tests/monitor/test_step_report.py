@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 import amp_transpiler as amp
-from amp_transpiler.errors import ArgumentError, ArgumentTypeError, MissingPackageError, OrderError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, MissingPackageError, ModelFileWriteError, OrderError
 from amp_transpiler.nn import functional as F
 from tests.helpers import programs
 from tests.helpers.cuda_kernels import without_cuda_kernel
+from tests.helpers.full_disk import full_disk
 
 
 def started(name: str, mode: str, **options: object) -> tuple[programs.Net, amp.Executor, amp.Scope]:
@@ -201,6 +202,17 @@ def test_a_closed_writer_says_so(kind: Any, tmp_path: Path, run_of_three: list[A
         writer.write(run_of_three[0])
     with pytest.raises(ArgumentError, match=f"{kind.__name__}.write: the writer is closed"):
         writer.write(run_of_three[1])
+
+
+@pytest.mark.parametrize("kind", [amp.CsvWriter, amp.JsonlWriter, amp.TensorBoardWriter])
+def test_what_a_full_disk_does_not_take_is_named(kind: Any, tmp_path: Path, run_of_three: list[Any]) -> None:
+    with (
+        full_disk(900),
+        pytest.raises(ModelFileWriteError, match=f"'{tmp_path}/log' cannot be written: File too large"),
+        kind(tmp_path / "log") as writer,
+    ):
+        for _ in range(20):
+            writer.write(run_of_three[2])
 
 
 @pytest.mark.parametrize("content", [b"time,foo\n1,2\n", b"\xff\xfe\x00"])
