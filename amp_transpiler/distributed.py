@@ -25,6 +25,7 @@ from amp_transpiler.option_checks import choice, number, shown
 from amp_transpiler.passes.lowering.place import CUDAPlace, Place
 from amp_transpiler.passes.lowering.planning import plan
 from amp_transpiler.passes.lowering.rank_plan import PlanRow, RankPlan
+from amp_transpiler.passes.view.training_step import training_step
 from amp_transpiler.program import Program, program_of, split_embedding_parameters
 from amp_transpiler.runtime.collective import nccl
 from amp_transpiler.runtime.collective.current import (
@@ -51,7 +52,7 @@ from amp_transpiler.runtime.collective.thread import Work
 from amp_transpiler.runtime.collective.trace import traced
 from amp_transpiler.runtime.device_tensors import dtype_of
 from amp_transpiler.runtime.scope import Scope, check_scope
-from amp_transpiler.runtime.shards import found_var, owned_state
+from amp_transpiler.runtime.shards import found_var, open_sums, owned_state
 
 __getattr__ = paddle_attributes("amp_transpiler.distributed")
 _Result = TypeVar("_Result")
@@ -285,14 +286,15 @@ def check_equal(program: Program, scope: Scope | None = None) -> None:
     """Finds out whether all ranks hold the same state of ``program`` in ``scope`` (default: the current one).
 
     Compared are hashes of parameters, master weights, moments and all that the training step writes, but not running
-    statistics that each rank takes of its own examples, and state that one rank alone holds. To be called now and then,
-    such as every 1,000 steps.
+    statistics that each rank takes of its own examples, sums of an open window of accumulation, and state that one rank
+    alone holds. To be called now and then, such as every 1,000 steps.
 
     Raises:
         DistributedError: a rank holds other values; variables and ranks are named.
     """
     engine, scope = get_engine(), check_scope(scope)
-    own = {*_statistics(program), *(v.name for v in owned_state(program)), *scope.dealt}
+    apart = [*owned_state(program), *open_sums(program, scope)]
+    own = {*_statistics(program), *(v.name for v in apart), *scope.dealt}
     states = [v.name for v in program.variables if v.persistable and v.name not in own and scope.has_var(v.name)]
     hashes = {name: hashlib.sha256(np.ascontiguousarray(scope.find_var(name)).tobytes()).hexdigest() for name in states}
     of_all = engine.all_gather_object(hashes)
@@ -352,10 +354,11 @@ def broadcast_statistics(program: Program, scope: Scope | None = None) -> None:
 
 
 def _statistics(program: Program) -> list[str]:
-    """The names of running statistics that each rank takes of its own examples, in the order of the program."""
+    """The names of running statistics of each rank's own, and of what they were before a window, in their order."""
     apart = [op for op in program.operators if not meets(op)]
-    found = [op.input(slot) for op in apart for slot in traits_of(op).statistics]
-    return list(dict.fromkeys(v.name for v in found if v is not None))
+    found = {v for op in apart for slot in traits_of(op).statistics if (v := op.input(slot)) is not None}
+    before = training_step(program).before_window
+    return [v.name for v in program.variables if v in found or before.get(v) in found]
 
 
 __all__ = [

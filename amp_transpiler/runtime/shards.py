@@ -16,6 +16,7 @@ import numpy as np
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import element_type, numpy_dtype
 from amp_transpiler.passes.lowering.own_rows import own_updates
+from amp_transpiler.passes.view.training_step import training_step
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.collective.current import holds, several
@@ -31,6 +32,15 @@ _ROOM = 1 << 24
 def owned_state(program: Program) -> list[Variable]:
     """The state of a program that one rank each holds."""
     return [v for v in program.variables if v.owner is not None and v.persistable and not v.is_parameter]
+
+
+def open_sums(program: Program, scope: Scope) -> list[Variable]:
+    """The sums of gradients of a window of accumulation that is open, of which each rank has its own: their mean over
+    the ranks is what counts. None on a single rank, and between windows, where all are zeros."""
+    window = program.accumulation
+    if window is None or several() is None or not scope.has_var(window.counter.name):
+        return []
+    return list(training_step(program).sums) if scope.find_var(window.counter.name).item() else []
 
 
 def elsewhere(program: Program) -> dict[str, int]:
@@ -142,13 +152,14 @@ def _pieces(arrays: Sequence[np.ndarray], start: int, part: np.ndarray) -> Itera
 class Pieces:
     """The bytes of state that other ranks hold, on its way to rank 0: one variable at a time, in an order of all ranks.
 
-    Rank 0 iterates, the others send, and all :meth:`finish`.
+    Of the sums of an open window it is their mean. Rank 0 iterates, the others send, and all :meth:`finish`.
     """
 
     def __init__(self, program: Program, scope: Scope) -> None:
         self._engine, self._scope = several(), scope
+        self._sums = open_sums(program, scope)
         kept = [*owned_state(program), *dealt_variables(program)] if self._engine is not None else []
-        self._left = iter(kept)
+        self._left = iter([*kept, *self._sums])
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
         return ((name, content) for name, content in self._exchanged() if content is not None)
@@ -163,6 +174,10 @@ class Pieces:
         for variable in self._left:
             engine, owner = self._engine, variable.owner
             assert engine is not None
+            if variable in self._sums:
+                mean = engine.all_reduce(self._scope.find_var(variable.name), "mean")
+                yield variable.name, None if engine.rank else mean.reshape(-1).view(np.uint8)
+                continue
             if variable.dealt is not None:
                 held = device_tensors.to_array(self._scope.ort_value(variable.name))
                 whole = collected(engine, held, self._scope.dealt[variable.name], root=0)

@@ -196,6 +196,33 @@ def test_a_write_that_fails_is_an_error_on_all_ranks_and_no_rank_waits(tmp_path:
     assert "cannot be written" in first and second.startswith("rank 0 failed where the others waited for it: ")
 
 
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4, 1])
+def test_an_open_window_goes_on_with_what_all_ranks_had_added_up(ranks: int, shard: bool, tmp_path: Path) -> None:
+    """On as many ranks as before, on more, and on one."""
+
+    def run(first: int, last: int, load: Path | None, save: Path | None) -> Callable[[], dict[str, np.ndarray]]:
+        def go() -> dict[str, np.ndarray]:
+            net = Net(shard, kind="Momentum", accumulate_steps=3)
+            if load is not None:
+                amp.load_checkpoint(load, net.main, net.scope)
+            for number in range(first, last):
+                net.step(number)
+            if distributed.world_size() > 1:
+                distributed.check_equal(net.main, net.scope)
+            if save is not None:
+                amp.save_checkpoint(save, net.main, net.scope)
+            names = [name for name in net.names() if name.endswith("_fp32_master_0")]
+            return {name: np.copy(distributed.find_var(name, net.scope)) for name in names}
+
+        return go
+
+    begun, whole = (on_ranks(2, run(0, last, None, save))[0] for last, save in ((5, tmp_path / "state"), (6, None)))
+    for found in on_ranks(ranks, run(5, 6, tmp_path / "state", None)):
+        for name, master in whole.items():
+            np.testing.assert_allclose(found[name] - begun[name], master - begun[name], rtol=0.02, atol=2e-6)
+
+
 def test_weights_of_a_file_reach_parameters_everywhere_and_masters_where_they_lie(tmp_path: Path) -> None:
     given = np.linspace(-1, 1, 72, dtype=np.float32).reshape(6, 12) / 3
     np.savez(tmp_path / "weights.npz", **{"fc_0.w_0": given})

@@ -31,7 +31,6 @@ from amp_transpiler.errors import (
     CheckpointWriteError,
     ScopeError,
 )
-from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.option_checks import is_whole
 from amp_transpiler.program import Program
@@ -52,7 +51,7 @@ from amp_transpiler.runtime.checkpoint.writing import (
     FORMAT,
     META,
     VERSION,
-    Awaited,
+    awaited,
     remove_checkpoint,
     step_folder,
     step_folders,
@@ -60,7 +59,7 @@ from amp_transpiler.runtime.checkpoint.writing import (
 )
 from amp_transpiler.runtime.collective.current import by_rank_0
 from amp_transpiler.runtime.scope import Scope, check_scope, check_trained
-from amp_transpiler.runtime.shards import Pieces
+from amp_transpiler.runtime.shards import Pieces, open_sums
 from amp_transpiler.runtime.states import fits, type_message
 from amp_transpiler.version import __version__
 from amp_transpiler.warn import AmpWarning
@@ -105,7 +104,7 @@ def save_checkpoint(
     All state is every persistable variable: parameters, master weights, moments, statistics, the loss scale and its
     counters, learning rate and schedule, seed and step of the randomness. Each keeps its element type. Of several ranks
     all call it, and rank 0 writes; the others return when that is done. State that is dealt out among them comes to
-    rank 0 one variable at a time.
+    rank 0 one variable at a time; of sums of an open window of accumulation the mean over the ranks is written.
 
     Args:
         path: with ``step``, the folder that holds the checkpoints, each in ``step_<8 digits>``; without, the
@@ -243,6 +242,7 @@ def gathered_state(program: Program, scope: Scope) -> tuple[dict[str, Any], dict
     check_trained(scope)
     slots = state_slots(program)
     values = {v.name: value for v in slots if (value := _held(v, slots[v], program, scope)) is not None}
+    values |= {v.name: awaited(v) for v in open_sums(program, scope)}
     return values, {
         "format": FORMAT,
         "version": VERSION,
@@ -257,12 +257,12 @@ def _held(variable: Variable, slot: Slot, program: Program, scope: Scope) -> Any
     """The value of a variable; None where it has none and nothing reads it."""
     value = scope.ort_values.get(variable.name)
     if value is not None and variable.name in scope.dealt:
-        return Awaited(str(variable.dtype), static(variable.shape) or ())
+        return awaited(variable)
     if value is None:
         if slot.role == UNUSED:
             return None
         if variable.name in scope.elsewhere:
-            return Awaited(str(variable.dtype), static(variable.shape) or ())
+            return awaited(variable)
         raise ScopeError(
             f"variable '{variable.name}' of program '{program.name}' is not in the scope, so there is no "
             "whole state to save; run its startup program first, into this scope"

@@ -23,6 +23,8 @@ from safetensors import SafetensorError, TensorSpec, serialize_file
 from amp_transpiler.errors import CheckpointError, CheckpointWriteError, ModelFileWriteError, ScopeError
 from amp_transpiler.file_targets import check_space
 from amp_transpiler.files import Workspace, sync_folder
+from amp_transpiler.ir.infer import static
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import BYTES
 from amp_transpiler.runtime import device_tensors
 
@@ -82,6 +84,11 @@ class Awaited:
     def tensor_size_in_bytes(self) -> int:
         """The bytes that it takes."""
         return math.prod(self.sizes) * BYTES[self.dtype]
+
+
+def awaited(variable: Variable) -> Awaited:
+    """What stands for a variable of fixed shape until it comes."""
+    return Awaited(str(variable.dtype), static(variable.shape) or ())
 
 
 def write_checkpoint(
