@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError, OrderError
-from amp_transpiler.ir.nodes import FORWARD, Variable
+from amp_transpiler.ir.nodes import FORWARD, Operator, Variable
+from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.passes.lowering.lowered import needed
 from amp_transpiler.passes.view.training_step import TrainingStep, training_step
 from amp_transpiler.program import Program
@@ -90,7 +91,8 @@ def names_of(given: Sequence[Variable | str], program: Program, argument: str) -
 
 
 def predictions(test: Program, losses: Sequence[str]) -> tuple[str, ...]:
-    """What a loss compares with its labels: computed from parameters and some of the feeds that the loss depends on.
+    """What a loss compares with its labels: computed from parameters and feeds that go through layers, where it meets
+    feeds that go through none.
 
     The declared outputs, where a program has such.
     """
@@ -99,17 +101,29 @@ def predictions(test: Program, losses: Sequence[str]) -> tuple[str, ...]:
         return declared
     order = needed(test, [test.var(name) for name in losses])
     feeds = _feeds_behind(test)
+    layered = {feed for op in order if any(map(_is_weight, op.inputs)) for feed in _read(op, feeds)}
     found: dict[str, None] = {}
     for op in order:
-        made = next((v for v in op.outputs if v is not None), None)
-        if made is None:
-            continue
-        behind = feeds[made.key]
-        for v in op.inputs:
+        labels = _read(op, feeds) - layered
+        for v in op.inputs if labels else ():
             inside = v is not None and v.producer is not None and v.producer.role == FORWARD
-            if v is not None and inside and None in feeds[v.key] and feeds[v.key] - {None} < behind - {None}:
+            if v is not None and inside and {None} < feeds[v.key] <= layered:
                 found[v.name] = None
     return tuple(found)
+
+
+def _is_weight(variable: Variable | None) -> bool:
+    """Whether it is a trained parameter, cast or moved perhaps."""
+    while variable is not None and (op := variable.producer) is not None:
+        if op.full_type != "Cast" and traits_of(op).moves != (0,):
+            return False
+        variable = op.input(0)
+    return variable is not None and variable.is_parameter
+
+
+def _read(op: Operator, feeds: Mapping[int, frozenset[str | None]]) -> frozenset[str | None]:
+    """The feeds that an operator depends on."""
+    return frozenset[str | None]().union(*(feeds[v.key] for v in (*op.inputs, *op.captures) if v is not None))
 
 
 def _feeds_behind(program: Program) -> Mapping[int, frozenset[str | None]]:
@@ -120,7 +134,6 @@ def _feeds_behind(program: Program) -> Mapping[int, frozenset[str | None]]:
             names: set[str | None] = {None} if v.persistable else {v.name} if v.is_input else set()
             found[v.key] = frozenset(names)
     for op in program.operators:
-        read = [found[v.key] for v in (*op.inputs, *op.captures) if v is not None]
-        behind = frozenset[str | None]().union(*read)
+        behind = _read(op, found)
         found.update((v.key, behind) for v in op.outputs if v is not None)
     return found

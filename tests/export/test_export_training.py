@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import amp_transpiler as amp
+from amp_transpiler.export.step_programs import predictions
 from amp_transpiler.nn import functional as F
 from tests.helpers.checkpoints import HALF, STEPS, Small, build, state
 from tests.helpers.runners import bare, batches, losses
@@ -149,6 +150,29 @@ def test_one_folder_has_steps_of_several_places(tmp_path: Path) -> None:
     assert amp.load_checkpoint(folder, net.main, amp.Scope()).exact
     net.main.export_training(folder, places["webgpu"], scope=scope, overwrite=True)
     assert {path.name for path in folder.iterdir()} == {path.name for path in (tmp_path / "webgpu").iterdir()}
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed", "pure"])
+@pytest.mark.parametrize("loss", ["entropy", "weighed", "squares"])
+def test_what_is_inferred_is_what_the_loss_compares(loss: str, mode: str) -> None:
+    """Not the weights that a mixed step casts, what inputs are before they are joined, or losses of examples."""
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        x, ids = amp.data("x", [4, 8], "float32"), amp.data("ids", [4, 3], "int64")
+        label, weights = amp.data("label", [4, 1], "int64"), amp.data("weights", [4, 1], "float32")
+        with amp.fp16_guard():
+            joined = F.concat([F.relu(amp.nn.fc(x, 8)), F.mean(amp.nn.embedding(ids, [40, 6]), axis=1)], axis=1)
+            scores = amp.nn.fc(F.concat([joined, F.cast(x, joined.dtype)], axis=1), 4)
+        each = F.cross_entropy(scores, label, reduction="none")
+        total = F.mean(each * weights if loss == "weighed" else each)
+        if loss == "squares":
+            total = total + 0.01 * sum(F.sum(F.square(F.cast(v, "float32"))) for v in main.parameters)
+        optimizer: Any = amp.optimizer.SGD(0.1, multi_precision=True)
+        if mode != "fp32":
+            optimizer = amp.decorate(optimizer, use_pure_fp16=mode == "pure")
+        optimizer.minimize(total, startup)
+    (found,) = predictions(main.clone(for_test=True), [total.name])
+    assert found.removesuffix(".cast_fp32") == scores.name
 
 
 def test_numbers_that_a_place_cannot_hold_stay_out_of_range(tmp_path: Path) -> None:
