@@ -15,6 +15,7 @@ from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.opdef import lowering_rule_of
 from amp_transpiler.lists import place_traits
+from amp_transpiler.ops.training.exchange import meets
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.binding import PlainStep, Step
@@ -23,6 +24,7 @@ from amp_transpiler.runtime.dealt import dealt_variables
 from amp_transpiler.runtime.feeds import Feeds, shape_of
 from amp_transpiler.runtime.open_steps import OpenSteps
 from amp_transpiler.runtime.report import ReportRequest
+from amp_transpiler.warn import warn_user
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -76,6 +78,7 @@ def make_plan(program: Program, names: tuple[str, ...], spread: bool, place: Pla
     DistributedError: it is for another number of ranks.
     """
     dealt_variables(program)
+    _warn_of_lonely_ranks(program)
     updates = program.accumulation.updates if spread and program.accumulation is not None else program.updates
     fetched = {name: _fetched(program, name) for name in names}
     outputs = [name for name, variable in fetched.items() if not variable.persistable]
@@ -106,6 +109,16 @@ def make_plan(program: Program, names: tuple[str, ...], spread: bool, place: Pla
         writes=bool(written or program.updates),
         shaped=shaped,
         open=OpenSteps() if opens else None,
+    )
+
+
+def _warn_of_lonely_ranks(program: Program) -> None:
+    """AmpWarning where each of several ranks trains by itself."""
+    if several() is None or not any(v.is_parameter for v in program.updates) or any(map(meets, program.operators)):
+        return
+    warn_user(
+        f"program '{program.name}' updates parameters and exchanges nothing with the other ranks: each trains a model "
+        "of its own. To train one together, call amp.distributed.init() before minimize, where the program is built"
     )
 
 

@@ -91,6 +91,22 @@ def test_ranks_that_would_each_train_alone_are_refused(monkeypatch: pytest.Monke
         distributed.rank()
 
 
+def test_ranks_that_began_behind_minimize_are_told_that_each_trains_alone() -> None:
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup):
+        loss = amp.nn.functional.mean(amp.nn.fc(amp.data("x", [2, 3], "float32"), 1))
+        amp.optimizer.SGD(0.1).minimize(loss, startup)
+
+    def run() -> None:
+        scope, exe = amp.Scope(), amp.Executor()
+        exe.run(startup, scope=scope)
+        exe.run(main, {"x": np.ones((2, 3), np.float32)}, [loss], scope)
+
+    run()
+    with pytest.warns(amp.warn.AmpWarning, match=r"exchanges nothing with the other ranks.*init\(\) before minimize"):
+        distributed.simulate(2, run)
+
+
 def test_simulated_ranks_are_ranks_of_their_threads() -> None:
     def run() -> tuple[int, int, float, list[Any], list[int]]:
         rank = distributed.rank()
