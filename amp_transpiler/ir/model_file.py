@@ -24,7 +24,7 @@ from amp_transpiler.ir.locations import external_tensors, located
 from amp_transpiler.ir.node_fields import NodeFields, fields_of
 from amp_transpiler.ir.proto_residue import plain_domain
 from amp_transpiler.ir.serializing import LIMIT
-from amp_transpiler.ir.tensors import SMALL, ExternalTensor, HeldTensor, byte_size, tensor_type, to_proto
+from amp_transpiler.ir.tensors import SMALL, ExternalTensor, HeldTensor, MappedFile, byte_size, tensor_type, to_proto
 from amp_transpiler.ir.wellformed import check_model, plain_weight
 from amp_transpiler.ir.wire import nesting, without_contents
 
@@ -223,7 +223,7 @@ class DataFiles:
         self.model = model
         #: How many initializers lie in each file.
         self.tensors: dict[Path, int] = {}
-        self._mapped: dict[str, tuple[Path, np.ndarray]] = {}
+        self._mapped: dict[str, MappedFile] = {}
 
     def content(self, tensor: onnx.TensorProto | HeldTensor) -> onnx.TensorProto | HeldTensor | ExternalTensor:
         """The content of an initializer, as :meth:`find` gives it; counted where it is external."""
@@ -263,21 +263,21 @@ class DataFiles:
         dtype, shape = tensor_type(tensor)
         needed = byte_size(dtype, shape)
         entries = {entry.key: entry.value for entry in tensor.external_data}
-        file, mapped = self._file(entries.get("location", ""), tensor.name)
+        mapped = self._file(entries.get("location", ""), tensor.name)
         offset, length = (
             self._number(tensor.name, entries, key, default) for key, default in (("offset", 0), ("length", needed))
         )
         if dtype == "string" or length != needed:
             raise ModelFileError(
                 f"tensor '{tensor.name}' of {self.label} ({dtype}{list(shape)}, {needed} bytes) "
-                f"refers to {length} bytes at offset {offset} of '{file}'"
+                f"refers to {length} bytes at offset {offset} of '{mapped.path}'"
             )
-        if offset + length > mapped.size:
+        if offset + length > mapped.content.size:
             raise ModelFileError(
-                f"the external data file '{file}' of {self.label} is too short: it has {mapped.size} "
+                f"the external data file '{mapped.path}' of {self.label} is too short: it has {mapped.content.size} "
                 f"bytes, tensor '{tensor.name}' ends at byte {offset + length}"
             )
-        return ExternalTensor(tensor, file, mapped, offset, length)
+        return ExternalTensor(tensor, mapped, offset, length)
 
     def _number(self, tensor: str, entries: dict[str, str], key: str, default: int) -> int:
         text = entries.get(key) or str(default)
@@ -288,12 +288,12 @@ class DataFiles:
             )
         return int(text)
 
-    def _file(self, location: str, tensor: str) -> tuple[Path, np.ndarray]:
+    def _file(self, location: str, tensor: str) -> MappedFile:
         if location not in self._mapped:
             self._mapped[location] = self._open(location, tensor)
         return self._mapped[location]
 
-    def _open(self, location: str, tensor: str) -> tuple[Path, np.ndarray]:
+    def _open(self, location: str, tensor: str) -> MappedFile:
         if self.folder is None:
             raise ModelFileError(
                 f"{self.label} keeps tensor '{tensor}' in the external file '{location}'; pass the "
@@ -301,9 +301,8 @@ class DataFiles:
             )
         file = located(location, self.folder, self.model, f"tensor '{tensor}' of {self.label}")
         try:
-            mapped = np.memmap(file, np.uint8, "r") if file.stat().st_size else np.zeros(0, np.uint8)
+            return MappedFile(file)
         except OSError as error:
             raise ModelFileError(
                 f"the external data file '{file}' of {self.label} cannot be read: {error.strerror}"
             ) from None
-        return file, mapped

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,16 +73,48 @@ class HeldTensor(RawTensor):
     __slots__ = ()
 
 
+class MappedFile:
+    """The bytes of a file, mapped: nothing is read before it is used. OSError where that fails."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stamp = self._now()
+        self.content: np.ndarray = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)
+
+    def check(self) -> None:
+        """ModelFileError where the file was written over since; one that another took the place of is still mapped."""
+        try:
+            now = self._now()
+        except OSError:
+            return
+        if now[0] == self._stamp[0] and now != self._stamp:
+            raise ModelFileError(
+                f"the external data file '{self.path}' was written over since its model was read; read the model again"
+            )
+
+    def _now(self) -> tuple[int, int, int]:
+        found = os.stat(self.path)
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+
 class ExternalTensor(RawTensor):
-    """A tensor whose content lies in ``file`` beside its model. It is mapped; nothing is read before it is used."""
+    """A tensor whose content lies in ``file`` beside its model. It is mapped; nothing is read before it is used.
 
-    __slots__ = ("_mapping", "_offset", "file")
+    ModelFileError, when it is, where the file was written over in between.
+    """
 
-    def __init__(self, proto: onnx.TensorProto, file: Path, mapped: np.ndarray, offset: int, length: int) -> None:
-        super().__init__(proto, mapped.view(np.ndarray)[offset : offset + length])
-        self.file = file
-        self._mapping: mmap.mmap | None = getattr(mapped, "_mmap", None)
+    __slots__ = ("_mapped", "_mapping", "_offset", "file")
+
+    def __init__(self, proto: onnx.TensorProto, mapped: MappedFile, offset: int, length: int) -> None:
+        super().__init__(proto, mapped.content.view(np.ndarray)[offset : offset + length])
+        self.file = mapped.path
+        self._mapped = mapped
+        self._mapping: mmap.mmap | None = getattr(mapped.content, "_mmap", None)
         self._offset = offset
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        self._mapped.check()
+        return super().__array__(dtype, copy)
 
     @property
     def place(self) -> tuple[Path, int, int]:

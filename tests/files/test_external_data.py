@@ -67,6 +67,34 @@ def test_external_offsets_and_lengths_are_ascii_digits(text_, key, tmp_path):
         Program.from_onnx(path)
 
 
+@pytest.mark.parametrize("change", ["over", "cut"])
+def test_external_data_that_is_written_over_in_place_is_not_taken(change, tmp_path):
+    path, _, _ = external_model(tmp_path)
+    program = Program.from_onnx(path)
+    file = program.var("w").data.file
+    content = file.read_bytes()
+    if change == "cut":
+        os.truncate(file, 10)
+    else:
+        with open(file, "r+b") as stream:
+            stream.write(bytes(len(content)))
+        os.utime(file, ns=(1, 1))  # two writes within a tick of the clock
+    with pytest.raises(
+        ModelFileError, match=f"'{file}' was written over since its model was read; read the model again"
+    ):
+        program.to_onnx(tmp_path / "other.onnx")
+    assert not (tmp_path / "other.onnx").exists()
+
+
+def test_external_data_that_another_file_takes_the_place_of_is_still_there(tmp_path):
+    path, _, arrays = external_model(tmp_path)
+    program = Program.from_onnx(path)
+    file = program.var("w").data.file
+    (tmp_path / "new").write_bytes(bytes(file.stat().st_size))
+    os.replace(tmp_path / "new", file)
+    assert np.array_equal(np.asarray(program.var("w").data), arrays["w"])
+
+
 def test_external_data_can_be_embedded_and_put_outside(tmp_path):
     path, _, arrays = external_model(tmp_path)
     x = {"x": np.ones((1, 64), np.float32)}
