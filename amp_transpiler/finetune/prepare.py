@@ -14,16 +14,10 @@ from amp_transpiler.conversion.calibration.measure import measure
 from amp_transpiler.conversion.calibration.samples import load_calibration
 from amp_transpiler.conversion.fold_constants import fold_values
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
-from amp_transpiler.finetune.import_weights import (
-    adopt_named,
-    leave_input_scaling,
-    restore_names,
-    retie,
-    shared_by_layers,
-    untie,
-    weights_from_constants,
-)
+from amp_transpiler.finetune.import_weights import adopt_named, leave_input_scaling, weights_from_constants
+from amp_transpiler.finetune.layer_names import restore_names
 from amp_transpiler.finetune.repeated import once_for_all
+from amp_transpiler.finetune.tied_weights import retie, shared_by_layers, untie
 from amp_transpiler.finetune.train_mode import (
     BATCH_NORM,
     freeze_batch_norm,
@@ -96,8 +90,8 @@ def prepare_training(
 
     A model in 16 bit becomes the fp32 one that it stands for (inputs and outputs keep their types): training decides
     precision anew, from fp32 weights. Weights become what they were before the export: those in Constant operators
-    and nested graphs become parameters, but no masks, positions told by waves, tensors to write into; untrained
-    vectors that the exporter merged are copied apart; what it repeated for each example of a fixed batch is one
+    and nested graphs become parameters, but no masks, positions told by waves, tensors to write into; parameters
+    whose elements are all alike, which the exporter merged, are copied apart; what it repeated for each example of a fixed batch is one
     parameter for all; a matrix and its (transposed) copy are tied again, but for layers of one kind, which are equal
     until they are trained; anonymous parameters get the name of their module, and linear layers their layout
     [out, in] (``restore``); layer norms that were written out (before opset 17), RMS norms, GELUs, SiLUs, hard
@@ -125,7 +119,7 @@ def prepare_training(
         values: {input: value}: inputs that get one value for good, such as a sampling rate, a trip count, or the edges
             of a graph: sizes that operators make of it (NonZero, Range) are known then, and not computed in each run.
         feed_shapes: {input: shape}: sizes of inputs for good, where something depends on them before the run.
-        keep_tied: patterns of vectors that stay one parameter for all their readers.
+        keep_tied: patterns of such parameters that stay one for all their readers.
         restore: name anonymous parameters after their layers and turn linear weights back.
         numeric_guards: let training in 16 bit keep fp32 what is known to leave the type, as ``amp.convert`` does;
             False takes mode and lists literally. ``amp.decorate`` may say otherwise. What it goes by: constants and

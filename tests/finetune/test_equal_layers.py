@@ -5,20 +5,34 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
+from onnx.reference import ReferenceEvaluator
 
 import amp_transpiler as amp
 
+BARE = "h = MatMul (x, w) r = Tanh (h) y = MatMul (r, w)"
+MATRIX = np.random.default_rng(0).normal(size=(3, 3)).astype(np.float32)
 
-def model(weights: tuple[str, str], scopes: tuple[str, str] = ("/layers.0/fc", "/layers.1/fc")) -> onnx.ModelProto:
-    """Two products by equal matrices of these names, in modules of these names."""
-    made = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
-        net (float[2,3] x) => (float[2,3] y) { h = MatMul (x, w) r = Tanh (h) y = MatMul (r, w) }""")
-    matrix = np.random.default_rng(0).normal(size=(3, 3)).astype(np.float32)
+
+def model(
+    weights: tuple[str, str],
+    scopes: tuple[str, str] = ("/layers.0/fc", "/layers.1/fc"),
+    matrix: np.ndarray = MATRIX,
+    bias: bool = False,
+) -> onnx.ModelProto:
+    """Two products by equal matrices of these names, in modules of these names, which may add the same zeros."""
+    layers = "h0 = MatMul (x, w) h = Add (h0, b) r = Tanh (h) y0 = MatMul (r, w) y = Add (y0, b)" if bias else BARE
+    made = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["" : 17]> net (float[2,3] x) => (float[2,3] y) {{ {layers} }}'
+    )
     for name in dict.fromkeys(weights):
         made.graph.initializer.append(onnx.numpy_helper.from_array(matrix, name))
-    products = [node for node in made.graph.node if node.op_type == "MatMul"]
-    for node, weight, scope in zip(products, weights, scopes, strict=True):
-        node.name, node.input[1] = f"{scope}/MatMul", weight
+    if bias:
+        made.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(3, np.float32), "b"))
+    for kind in ("MatMul", "Add"):
+        nodes = [node for node in made.graph.node if node.op_type == kind]
+        for number, node, weight, scope in zip(("", "_1"), nodes, weights, scopes, strict=False):
+            node.name = f"{scope}/{kind}{number}"
+            node.input[1] = weight if kind == "MatMul" else "b"
     return made
 
 
@@ -44,3 +58,33 @@ def test_one_matrix_of_several_layers_is_told() -> None:
     report = amp.prepare_training(program)
     assert report.trainable == ("layers.0.fc.weight",)
     assert any(note.startswith("read by several layers") for note in report.notes)
+
+
+@pytest.mark.parametrize("scopes", [("/layers.0/q/up", "/layers.1/q/up"), ("/q/up", "/v/up")])
+def test_matrices_that_begin_with_zeros_are_trained_apart(scopes: tuple[str, str]) -> None:
+    """As those of LoRA, which exporters merge; they are named and turned back as any other."""
+    program = amp.Program.from_onnx(model(("onnx::MatMul_9",) * 2, scopes, np.zeros((3, 3), np.float32)))
+    report = amp.prepare_training(program)
+    assert report.trainable == tuple(f"{scope[1:].replace('/', '.')}.weight" for scope in scopes)
+    assert any("got 1 copies, one for each layer" in note for note in report.notes)
+    assert all(program.var(name).readers[0][0].type == "Transpose" for name in report.trainable)
+
+
+@pytest.mark.parametrize("second", ["/l/fc", "/l/fc_1"])
+@pytest.mark.parametrize("matrix", [MATRIX, np.zeros((3, 3), np.float32)])
+def test_what_is_untrained_stays_one_where_a_layer_runs_twice(matrix: np.ndarray, second: str) -> None:
+    """Its matrix is turned back for both."""
+    made, x = model(("val_3",) * 2, ("/l/fc", second), matrix, bias=True), np.ones((2, 3), np.float32)
+    (before,) = ReferenceEvaluator(made).run(None, {"x": x})
+    program = amp.Program.from_onnx(made)
+    report = amp.prepare_training(program)
+    assert set(report.trainable) == {"l.fc.weight", "b"} and not any("as one" in note for note in report.notes)
+    scope = amp.Scope()
+    amp.Executor().run(program.startup, scope=scope)
+    np.testing.assert_array_equal(scope.find_var("l.fc.weight"), matrix.T)
+    np.testing.assert_allclose(amp.Executor().run(program, {"x": x}, [program.outputs[0]], scope)[0], before, rtol=1e-5)
+
+
+def test_one_matrix_of_layers_of_other_names_is_told() -> None:
+    program = amp.Program.from_onnx(model(("online.fc.weight",) * 2, ("/online/fc", "/target/fc")))
+    assert any(note.startswith("read by several layers") for note in amp.prepare_training(program).notes)

@@ -1,0 +1,86 @@
+"""Parameters by the names and layouts of their layers, where exporters wrote weights under names of their own."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import onnx
+
+from amp_transpiler.ir.metadata import inserted
+from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.program import Program
+
+#: Names that exporters make up.
+ANONYMOUS = re.compile(
+    r"(onnx::\w+_\d+|val_\d+|_?to_copy_\d*|[tv]?\d+|(const|constant|expand|tensor|initializer)[_.]?\d*|Constant_\d+"
+    r"(_output_0)?|.*/Constant(_\d+)?(_output_0)?)(_\d+)?",
+    re.IGNORECASE,
+)
+#: What the slots of weights are called, by operator.
+_SLOTS = {
+    "LSTM": (None, "W", "R", "B"),
+    "GRU": (None, "W", "R", "B"),
+    "RNN": (None, "W", "R", "B"),
+    "Gather": ("weight",),
+    "PRelu": (None, "weight"),
+    "MatMul": ("weight", "weight"),
+    "Add": ("bias", "bias"),
+    "Mul": ("weight", "weight"),
+    "Concat": ("token",) * 8,
+}
+_MODULE = (None, "weight", "bias")  # Conv, Gemm and the normalisations
+
+
+def restore_names(program: Program) -> list[str]:
+    """Name anonymous parameters after the module that reads them, and give linear layers their own layout back.
+
+    ``onnx::MatMul_308``, read by ``/encoder/layer.0/query/MatMul``, becomes ``encoder.layer.0.query.weight`` of shape
+    [out, in] behind a Transpose, as PyTorch has it, so that checkpoints and patterns fit.
+    """
+    renamed, turned = 0, 0
+    for variable in program.parameters:
+        if not ANONYMOUS.fullmatch(variable.name) or not variable.readers:
+            continue
+        op, slot = variable.readers[0]
+        name = name_of(op, int(slot)) if not isinstance(slot, str) else ""
+        if not name or program.has_var(name):
+            continue
+        program.rename_variable(variable, name)
+        renamed += 1
+        if op.type == "MatMul" and slot == 1 and len(variable.shape or ()) == 2:
+            _transpose(variable, op)
+            turned += 1
+    if not renamed:
+        return []
+    return [f"{renamed} anonymous parameters are named after their layers, {turned} of them transposed back"]
+
+
+def _transpose(variable: Variable, op: Operator) -> None:
+    """Turn a matrix, and let all that read it, operator ``op`` and others, read what it was."""
+    program, shape = variable.program, variable.shape or ()
+    folded = program.add_variable(program.unique(f"{variable.name}.T"), variable.dtype, shape)
+    variable.data = onnx.numpy_helper.from_array(np.ascontiguousarray(as_array(variable.data).T), variable.name)
+    variable.shape = shape[::-1]
+    program.replace_uses(variable, folded)
+    turn = program.add_operator("Transpose", [variable], [folded], attrs={"perm": [1, 0]})
+    turn.scope, turn.guard = op.scope, op.guard
+
+
+def name_of(op: Operator, slot: int) -> str:
+    """``<module>.<parameter>`` for what an operator reads in a slot; "" where the operator has no module."""
+    module, slots = module_of(op), _SLOTS.get(op.type, _MODULE)
+    return f"{module}.{slots[slot]}" if module and slot < len(slots) and slots[slot] else ""
+
+
+def module_of(op: Operator) -> str:
+    """The path of the module that an operator belongs to; "" where it has none."""
+    if inserted(op):
+        return ""
+    parts: list[str] = []
+    for part in op.scope.split("/"):
+        if parts and part.startswith(parts[-1] + "."):
+            parts.pop()  # 'layer1/layer1.0' is module layer1.0
+        parts.append(part)
+    return ".".join(parts)

@@ -1,0 +1,195 @@
+"""Which layers share a parameter: exporters merge tensors of equal content, and write copies of one that is tied.
+
+Each function undoes one of these, in place, and returns what it did, in words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Hashable, Iterable
+
+import numpy as np
+
+from amp_transpiler.finetune.layer_names import ANONYMOUS, module_of, name_of
+from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.program import Program
+
+#: Operators by which a module may read several parameters: scales of its branches, tokens.
+_SEVERAL = frozenset({"Concat", "Mul"})
+_ELEMENTS = 64  # of a tensor: enough to tell most apart before they are compared
+
+
+def retie(program: Program) -> list[str]:
+    """Let a parameter that is a copy of another, perhaps transposed, be that other one.
+
+    Only for matrices: a language model's output layer and its embedding, say. Both have the same content, which no
+    training leaves by chance. Layers that were copied when the model was made, as PyTorch's transformers are, have it
+    until they are trained: what belongs to modules whose names differ in numbers alone stays apart.
+    """
+    notes: list[str] = []
+    kept: dict[bytes, list[Variable]] = {}
+    for variable in sorted(program.parameters, key=lambda v: bool(ANONYMOUS.fullmatch(v.name))):
+        if variable.data is None or variable.shape is None or len(variable.shape) != 2 or uniform(variable):
+            continue
+        array = np.asarray(as_array(variable.data))
+        for other in kept.get(_digest(array), []):
+            held = np.asarray(as_array(other.data))
+            transposed = held.shape != array.shape or not np.array_equal(held, array)
+            if transposed and not (held.shape == array.shape[::-1] and np.array_equal(held.T, array)):
+                continue
+            if len(_siblings((_owner_of(variable), _owner_of(other)))) > 1:
+                continue
+            _share(variable, other, transposed)
+            notes.append(f"'{variable.name}' is '{other.name}'{' transposed' * transposed}: tied again")
+            break
+        else:
+            kept.setdefault(_digest(array), []).append(variable)
+    return notes
+
+
+def shared_by_layers(program: Program) -> list[str]:
+    """Say which parameters several layers of one kind read: exporters merge those that are equal."""
+    shared = [v.name for v in program.parameters if _is_shared(v)]
+    if not shared:
+        return []
+    named = ", ".join(f"'{name}'" for name in shared[:3]) + ", …" * (len(shared) > 3)
+    return [
+        f"read by several layers, as the model has it, and trained as one parameter: {named} ({len(shared)} in all). "
+        "Where that is not meant, export weights that differ"
+    ]
+
+
+def _is_shared(variable: Variable) -> bool:
+    """Whether layers of one kind read it that are several modules."""
+    uses = variable.readers
+    if len(uses) == 1 and uses[0][0].type == "Transpose" and uses[0][0].outputs[0] is not None:
+        uses = uses[0][0].outputs[0].readers
+    modules = {module_of(op) for op, _ in uses}
+    return len({(op.type, slot) for op, slot in uses}) == 1 and len({_called(op, modules) for op, _ in uses}) > 1
+
+
+def _owner_of(variable: Variable) -> str:
+    """The module that a parameter belongs to: that of its name; where exporters made that up, that of its reader."""
+    if not ANONYMOUS.fullmatch(variable.name):
+        return variable.name.rpartition(".")[0]
+    return next((module_of(op) for op, _ in variable.readers), "")
+
+
+def _siblings(modules: Iterable[str]) -> list[str]:
+    """Modules, each once, if their names differ in numbers alone."""
+    names = list(dict.fromkeys(modules))
+    return names if len({re.sub(r"\d+", "#", name) for name in names}) == 1 else []
+
+
+def _digest(array: np.ndarray) -> bytes:
+    """Equal for a matrix and its transpose."""
+    small = np.concatenate([np.diag(array)[:_ELEMENTS], [array.size]]).astype(np.float64)
+    return small.tobytes()
+
+
+def _share(variable: Variable, other: Variable, transposed: bool) -> None:
+    program, source = variable.program, other
+    if transposed:
+        source = program.add_variable(program.unique(f"{other.name}.T"), variable.dtype, variable.shape)
+        program.add_operator("Transpose", [other], [source], attrs={"perm": [1, 0]})
+    program.replace_uses(variable, source)
+    program.outputs = [source if v is variable else v for v in program.outputs]
+    program.remove_variable(variable)
+
+
+def uniform(variable: Variable) -> bool:
+    """Whether all elements are alike: what a parameter is before it was trained."""
+    array = np.asarray(as_array(variable.data)).reshape(-1)
+    return bool(array.size) and bool((array[:_ELEMENTS] == array[0]).all()) and bool((array == array[0]).all())
+
+
+def untie(program: Program, keep: Collection[Variable] = ()) -> list[str]:
+    """Give each layer that reads a parameter which exporters merged its own copy.
+
+    Those are parameters of which all elements are alike: biases, scales and running statistics that were not trained
+    yet, matrices that begin with zeros. What has a content of its own stays tied, and so does what ``keep`` holds, what
+    one layer reads several times, and what reads a matrix and is no layer. The parameter itself stays with the reader
+    that it is named after.
+    """
+    copies, sources = 0, 0
+    for variable in [v for v in program.variables if v.persistable and v.data is not None]:
+        _without_identities(variable)
+        if len(variable.readers) < 2 or variable in keep or not uniform(variable):
+            continue
+        if any(isinstance(slot, str) for _, slot in variable.readers):
+            continue  # a nested graph reads it: one parameter for all its iterations
+        before = copies
+        for uses in _other_layers(variable):
+            (op, slot), *_ = uses
+            name = name_of(op, slot) or f"{variable.name}.{next(v.name for v in op.outputs if v is not None)}"
+            turned = ANONYMOUS.fullmatch(variable.name) and op.type == "MatMul"  # it is named when it is turned back
+            new = program.add_variable(
+                program.unique(variable.name if turned else name),
+                variable.dtype,
+                variable.shape,
+                persistable=True,
+                trainable=variable.trainable,
+                data=variable.data,
+            )
+            for reader, place in uses:
+                reader.set_input(place, new)
+            copies += 1
+        sources += copies > before
+    if not copies:
+        return []
+    return [f"{sources} untrained parameters that the exporter merged got {copies} copies, one for each layer"]
+
+
+def _other_layers(variable: Variable) -> list[list[tuple[Operator, int]]]:
+    """The readers that get copies of a parameter, together where they are of one layer."""
+    owner, modules = _owner(variable), {module_of(op) for op, _ in variable.readers}
+    stays = _layer(owner[0], int(owner[1]), modules)
+    found: dict[Hashable, list[tuple[Operator, int]]] = {}
+    for op, slot in variable.readers:
+        layer = _layer(op, int(slot), modules)
+        if (op, slot) != owner and (layer != stays if layer is not None else _vector(variable)):
+            found.setdefault((op, slot) if layer is None else layer, []).append((op, int(slot)))
+    return list(found.values())
+
+
+def _layer(op: Operator, slot: int, modules: Collection[str]) -> Hashable:
+    """What is equal for what one layer reads each time that it is called; None where that is not told by its name."""
+    if not name_of(op, slot) or op.type in _SEVERAL:
+        return None
+    name = _called(op, modules)
+    if op.type != "Add":
+        return name, slot
+    added = op.input(1 - slot)
+    made = None if added is None else added.producer
+    return None if made is None or made.type != "MatMul" else (name, made.input(1))
+
+
+def _called(op: Operator, modules: Collection[str]) -> str:
+    """The module of an operator, of those that read something: TorchScript counts its calls behind its name."""
+    module = module_of(op)
+    first = re.sub(r"_\d+$", "", module) if op.name.startswith("/") else module
+    return first if first in modules else module
+
+
+def _owner(variable: Variable) -> tuple[Operator, int | str]:
+    """The reader, and its slot, that a variable is named after; else the first of the module in its name, or of all."""
+    uses, module = variable.readers, variable.name.rpartition(".")[0]
+    named = [use for use in uses if name_of(use[0], int(use[1])) == variable.name]
+    inside = [use for use in uses if module and module_of(use[0]) == module]
+    return (named or inside or uses)[0]
+
+
+def _without_identities(variable: Variable) -> None:
+    """Let readers behind an Identity, which exporters write where they merge, read the variable itself."""
+    program = variable.program
+    for op, slot in variable.readers:
+        out = op.output(0)
+        if slot == 0 and op.type == "Identity" and not op.domain and out is not None and out not in program.outputs:
+            program.replace_uses(out, variable)
+            program.remove_operator(op)
+            program.remove_variable(out)
+
+
+def _vector(variable: Variable) -> bool:
+    return sum(size != 1 for size in variable.shape or ()) <= 1
