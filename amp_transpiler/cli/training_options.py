@@ -76,7 +76,7 @@ def add_training_options(parser: argparse.ArgumentParser, without: Collection[st
     )
     many("--trainable", "PATTERN", trained)
     many("--freeze", "PATTERN", "parameters to leave unchanged")
-    many("--keep-tied", "PATTERN", "parameters that stay one for all their readers, though their elements are all alike")
+    many("--keep-tied", "PATTERN", "parameters that stay one for all readers, though their elements are all alike")
     many("--dropout", "PATTERN=RATE", "insert a Dropout behind each operator that matches")
     many("--value", "INPUT=NUMBER", "inputs to replace by a constant", dest="values")
     statistics = "normalise by statistics of the batch, of the batches of all ranks, or by the running ones"
