@@ -93,7 +93,8 @@ def prepare_training(
     and nested graphs become parameters, but no masks, positions told by waves, tensors to write into; parameters
     whose elements are all alike, which the exporter merged, are copied apart; what it repeated for each example of a
     fixed batch is one parameter for all; a matrix and its (transposed) copy are tied again, but for layers of one kind,
-    which are equal until they are trained; anonymous parameters get the name of their module, and linear layers their layout
+    which are equal until they are trained; anonymous parameters get the name of their module, and linear layers their
+    layout
     [out, in] (``restore``); layer norms that were written out (before opset 17), RMS norms, GELUs, SiLUs, hard
     swishes and rotary positions are one operator again, slices that make up a tensor one Split, and Splits of a tensor
     into the same pieces one. Weights that are standardised by a batch norm of their own statistics are so by a layer
