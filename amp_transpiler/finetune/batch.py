@@ -18,6 +18,7 @@ from amp_transpiler.errors import AmpError
 from amp_transpiler.ir.control import every_node
 from amp_transpiler.ir.infer import constant_array, static
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
 from amp_transpiler.passes.canonicalize.simplify import remove_dead
@@ -109,7 +110,7 @@ def _begin_with_zeros(program: Program) -> None:
     Zeros that are weights stay, for they may be trained.
     """
     for op in program.operators:
-        for slot in (5, 6) if op.type in ("GRU", "LSTM", "RNN") and not op.domain else ():
+        for slot in traits_of(op).starts:
             state = op.input(slot)
             made = None if state is None else state.producer
             zeros = made.input(0) if made is not None and made.type == "Expand" else state

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import onnx
 
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.parameter_names import made_up
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.program import Program
 
-#: Names that exporters make up.
-ANONYMOUS = re.compile(
-    r"(onnx::\w+_\d+|val_\d+|_?to_copy_\d*|[tv]?\d+|(const|constant|expand|tensor|initializer)[_.]?\d*|Constant_\d+"
-    r"(_output_0)?|.*/Constant(_\d+)?(_output_0)?)(_\d+)?",
-    re.IGNORECASE,
-)
 #: What the slots of weights are called, by operator.
 _SLOTS = {
     "LSTM": (None, "W", "R", "B"),
@@ -41,7 +34,7 @@ def restore_names(program: Program) -> list[str]:
     """
     renamed, turned = 0, 0
     for variable in program.parameters:
-        if not ANONYMOUS.fullmatch(variable.name) or not variable.readers:
+        if not made_up(variable.name) or not variable.readers:
             continue
         op, slot = variable.readers[0]
         name = name_of(op, int(slot)) if not isinstance(slot, str) else ""

@@ -1,4 +1,4 @@
-"""What an exporter repeated for every example of a fixed batch, one parameter for all of them again.
+"""What an exporter repeated for every example of a fixed batch, or every place, one parameter for all of them again.
 
 A class token, queries or positions that a model expands to its batch are folded into one tensor when the batch is
 fixed: trained so, each place of the batch would get a token of its own.
@@ -12,20 +12,41 @@ import onnx
 from amp_transpiler.finetune.tied_weights import uniform
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
+from amp_transpiler.ir.parameter_names import made_up
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.program import Program
 
 
 def once_for_all(program: Program) -> list[str]:
-    """Let parameters that hold the same for each example of the inputs' fixed batch hold it once."""
+    """Let parameters that hold the same for each example of the inputs' fixed batch hold it once.
+
+    Likewise what an exporter looked up for each place of a text, where all are of one kind.
+    """
     batches = {v.shape[0] for v in program.inputs if v.shape and isinstance(v.shape[0], int) and v.shape[0] > 1}
-    names = []
-    for variable in program.parameters if batches else ():
+    names, places = [], []
+    for variable in program.parameters:
         shape = variable.shape
-        if shape and len(shape) > 1 and shape[0] in batches and _per_example(variable) and _repeats(variable):
+        if shape and len(shape) > 1 and shape[0] in batches and _per_example(variable) and _repeats(variable, 0):
             _keep_one(variable)
             names.append(variable.name)
-    return [f"{', '.join(map(repr, names))}: one for all examples, as before the export"] if names else []
+        if made_up(variable.name) and len(variable.shape or ()) > 1 and _per_place(variable):
+            variable.data = onnx.numpy_helper.from_array(as_array(variable.data)[..., :1, :], variable.name)
+            variable.shape = tuple(variable.data.dims)
+            places.append(variable.name)
+    return [
+        f"{', '.join(map(repr, found))}: one for all {what}, as before the export"
+        for found, what in ((names, "examples"), (places, "places"))
+        if found
+    ]
+
+
+def _per_place(variable: Variable) -> bool:
+    """Whether it holds the same for each place, and all its readers are sums, which broadcast it."""
+    shape, uses = variable.shape or (), variable.readers
+    beside = [v.shape for op, _ in uses for v in op.inputs if v is not None and v is not variable and v.data is None]
+    added = bool(uses) and all(op.full_type == "Add" for op, _ in uses)
+    meets = len(beside) == len(uses) and all(other and other[-2:] == shape[-2:] for other in beside)
+    return added and meets and variable not in variable.program.outputs and _repeats(variable, len(shape) - 2)
 
 
 def _per_example(variable: Variable) -> bool:
@@ -55,10 +76,11 @@ def _are_examples(op: Operator, slot: int) -> bool:
     return slot not in traits.weights and not traits.lookup
 
 
-def _repeats(variable: Variable) -> bool:
-    """Whether it holds the same for each example, and not one number everywhere."""
-    array = np.asarray(as_array(variable.data))
-    return bool((array[1] == array[0]).all()) and bool((array == array[:1]).all()) and not uniform(variable)
+def _repeats(variable: Variable, axis: int) -> bool:
+    """Whether it holds the same all along an axis, and not one number everywhere."""
+    array = np.moveaxis(np.asarray(as_array(variable.data)), axis, 0)
+    alike = len(array) > 1 and bool((array[1] == array[0]).all()) and bool((array == array[:1]).all())
+    return alike and not uniform(variable)
 
 
 def _keep_one(variable: Variable) -> None:

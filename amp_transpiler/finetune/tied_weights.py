@@ -10,13 +10,16 @@ from collections.abc import Collection, Hashable, Iterable
 
 import numpy as np
 
-from amp_transpiler.finetune.layer_names import ANONYMOUS, module_of, name_of
+from amp_transpiler.finetune.layer_names import module_of, name_of
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.parameter_names import made_up
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.program import Program
 
 #: Operators by which a module may read several parameters: scales of its branches, tokens.
 _SEVERAL = frozenset({"Concat", "Mul"})
+#: Elements of the shortest vector that is equal to another by no chance.
+_FEW = 4
 _ELEMENTS = 64  # of a tensor: enough to tell most apart before they are compared
 
 
@@ -29,8 +32,13 @@ def retie(program: Program) -> list[str]:
     """
     notes: list[str] = []
     kept: dict[bytes, list[Variable]] = {}
-    for variable in sorted(program.parameters, key=lambda v: bool(ANONYMOUS.fullmatch(v.name))):
-        if variable.data is None or variable.shape is None or len(variable.shape) != 2 or uniform(variable):
+    for variable in sorted(program.parameters, key=lambda v: made_up(v.name)):
+        if variable.data is None or variable.shape is None or uniform(variable):
+            continue
+        if _vector(variable) and made_up(variable.name):
+            notes += _retie_vector(variable)
+            continue
+        if len(variable.shape) != 2:
             continue
         array = np.asarray(as_array(variable.data))
         for other in kept.get(_digest(array), []):
@@ -46,6 +54,22 @@ def retie(program: Program) -> list[str]:
         else:
             kept.setdefault(_digest(array), []).append(variable)
     return notes
+
+
+def _retie_vector(variable: Variable) -> list[str]:
+    """Let a vector that the exporter computed, as from zeros and a bias, be the parameter that it is a copy of."""
+    array = np.asarray(as_array(variable.data)).reshape(-1)
+    for other in variable.program.parameters if array.size >= _FEW else ():
+        if other is variable or other.data is None or not _vector(other) or made_up(other.name):
+            continue
+        if np.array_equal(np.asarray(as_array(other.data)).reshape(-1), array):
+            program, sizes = variable.program, np.array(variable.shape, np.int64)
+            moved = program.add_variable(program.unique(f"{other.name}.moved"), variable.dtype, variable.shape)
+            program.add_operator("Reshape", [other, program.add_constant(f"{other.name}.sizes", sizes)], [moved])
+            program.replace_uses(variable, moved)
+            program.remove_variable(variable)
+            return [f"'{variable.name}' is '{other.name}': tied again"]
+    return []
 
 
 def shared_by_layers(program: Program) -> list[str]:
@@ -71,7 +95,7 @@ def _is_shared(variable: Variable) -> bool:
 
 def _owner_of(variable: Variable) -> str:
     """The module that a parameter belongs to: that of its name; where exporters made that up, that of its reader."""
-    if not ANONYMOUS.fullmatch(variable.name):
+    if not made_up(variable.name):
         return variable.name.rpartition(".")[0]
     return next((module_of(op) for op, _ in variable.readers), "")
 
@@ -123,7 +147,7 @@ def untie(program: Program, keep: Collection[Variable] = ()) -> list[str]:
         for uses in _other_layers(variable):
             (op, slot), *_ = uses
             name = name_of(op, slot) or f"{variable.name}.{next(v.name for v in op.outputs if v is not None)}"
-            turned = ANONYMOUS.fullmatch(variable.name) and op.type == "MatMul"  # it is named when it is turned back
+            turned = made_up(variable.name) and op.type == "MatMul"  # it is named when it is turned back
             new = program.add_variable(
                 program.unique(variable.name if turned else name),
                 variable.dtype,

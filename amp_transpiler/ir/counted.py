@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from amp_transpiler.ir.infer import static
+from amp_transpiler.ir.infer import constant_array, static
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.tensors import LOOKED_THROUGH, as_array
 
@@ -23,11 +23,14 @@ _COORDINATES, _STEPS = 4, 6
 
 
 def places(variable: Variable) -> bool:
-    """Whether a tensor with content holds places: of a line, or of grids, with the coordinates first or last."""
+    """Whether a tensor with content holds places: of a line, or of grids, with the coordinates first or last.
+
+    Or what adds up to such alone: the products of places by a matrix that a sampling grid is made from.
+    """
     shape = static(variable.shape)
     if not shape or not _FEW <= math.prod(shape) <= LOOKED_THROUGH:
         return False
-    array = as_array(variable.data)
+    array = _summed(variable)
     if not _begins_even(array):
         return False
     array = array.squeeze()
@@ -36,6 +39,16 @@ def places(variable: Variable) -> bool:
     return _counts(array) > 1 or any(
         1 < array.shape[axis] <= _COORDINATES and _are_coordinates(np.moveaxis(array, axis, 0)) for axis in (0, -1)
     )
+
+
+def _summed(variable: Variable) -> np.ndarray:
+    """What a tensor with content holds, summed up where that is all that is done with it."""
+    array, uses = as_array(variable.data), variable.readers
+    for op, _ in uses if len(uses) == 1 else ():
+        given = op.attrs.get("axes") if op.input(1) is None else constant_array(op.inputs[1])  # type: ignore[arg-type]
+        if op.full_type == "ReduceSum" and given is not None:
+            return array.sum(axis=tuple(int(axis) for axis in np.reshape(given, -1)))
+    return array
 
 
 def _are_coordinates(arrays: np.ndarray) -> bool:

@@ -1,9 +1,22 @@
-"""What patterns find a parameter by."""
+"""Names of parameters: those that patterns find them by, and those that exporters make up."""
 
 from __future__ import annotations
 
+import re
+
 from amp_transpiler.ir.nodes import FORWARD, Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
+
+_MADE_UP = re.compile(
+    r"(onnx::\w+_\d+|val_\d+|_?to_copy_\d*|[tv]?\d+|(const|constant|expand|tensor|initializer)[_.]?\d*|Constant_\d+"
+    r"(_output_0)?|.*/Constant(_\d+)?(_output_0)?|zeros|ones|full|embedding|linear)(_\d+)?",
+    re.IGNORECASE,
+)
+
+
+def made_up(name: str) -> bool:
+    """Whether an exporter made the name up: what it named after its model has another."""
+    return _MADE_UP.fullmatch(name) is not None
 
 
 def names_of_parameter(variable: Variable) -> list[str]:

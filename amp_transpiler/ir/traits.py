@@ -63,6 +63,7 @@ class Traits:
     ``weights``: what a layer learns or keeps.
     ``statistics``: running means and variances, which change in training though nothing learns them.
     ``settings``: bounds, sizes, ratios, fill values, weights of classes: numbers that configure it.
+    ``starts``: states that each example of a batch begins with.
     ``biases``: what is added to a sum of products, or to the variance of a norm.
     """
 
@@ -95,4 +96,5 @@ class Traits:
     weights: tuple[int, ...] = ()
     statistics: tuple[int, ...] = ()
     settings: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
     biases: tuple[int, ...] = ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx
@@ -19,6 +20,7 @@ from amp_transpiler.ir.counted import places
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
+from amp_transpiler.ir.parameter_names import made_up
 from amp_transpiler.ir.spectra import spectral
 from amp_transpiler.ir.tensors import LOOKED_THROUGH, as_array, tensor_type
 from amp_transpiler.ir.types import FLOATS
@@ -191,11 +193,24 @@ def _is_of_groups(op: Operator) -> bool:
 
 def _is_start(variable: Variable, shape: tuple[int, ...]) -> bool:
     """Whether it is one number for every example of a batch, as a state of zeros is before the first step."""
-    if len(shape) < 2 or shape[0] < 2 or math.prod(shape[1:]) < 2 or math.prod(shape) > LOOKED_THROUGH:
+    uses = variable.readers
+    if len(shape) < 2 or math.prod(shape) > LOOKED_THROUGH or not uses:
         return False
-    if not variable.readers or not all(_begins(op, slot, shape) for op, slot in variable.readers):
-        return False
-    return _is_all(variable, as_array(variable.data).reshape(-1)[0])
+    if all(slot in traits_of(op).starts for op, slot in uses):
+        for_each = made_up(variable.name) or shape[1] > 1
+    else:
+        several = shape[0] > 1 and math.prod(shape[1:]) > 1
+        ahead = [_begins(op, slot, shape) for op, slot in uses if not _is_filled([(op, slot)], _HOPS)]
+        for_each = several and bool(ahead) and (all(ahead) or (made_up(variable.name) and _is_carried(uses, shape)))
+    return for_each and _is_all(variable, as_array(variable.data).reshape(-1)[0])
+
+
+def _is_carried(uses: Sequence[tuple[Operator, int | str]], shape: tuple[int, ...]) -> bool:
+    """Whether cells that exporters wrote out read a matrix: beside computed states of its shape, and times weights."""
+    beside = [traits_of(op).elementwise and _computed(op).count(shape) > 0 for op, _ in uses]
+    return any(beside) and all(
+        known or (op.type in ("MatMul", "Gemm") and slot == 0) for known, (op, slot) in zip(beside, uses, strict=True)
+    )
 
 
 def _begins(op: Operator, slot: int | str, shape: tuple[int, ...]) -> bool:
@@ -205,7 +220,7 @@ def _begins(op: Operator, slot: int | str, shape: tuple[int, ...]) -> bool:
         return False
     if slot in carried_slots(op):
         return True
-    computed = [None if v is None or v.data is not None else v.shape for v in op.inputs]
+    computed = _computed(op)
     if op.type == "Where":
         return slot > 0 and computed[3 - slot] == shape
     if op.type == "MatMul":
@@ -213,6 +228,11 @@ def _begins(op: Operator, slot: int | str, shape: tuple[int, ...]) -> bool:
         return len(shape) > 3 and other is not None and other[:-2] == shape[:-2]
     by_place = traits_of(op).elementwise or op.type == "Concat"
     return by_place and len(shape) > 2 and any(v and len(v) == len(shape) and v[0] == shape[0] for v in computed)
+
+
+def _computed(op: Operator) -> list[tuple[Any, ...] | None]:
+    """The shapes of what an operator reads and no constant or parameter holds."""
+    return [None if v is None or v.data is not None else v.shape for v in op.inputs]
 
 
 def _counts(op: Operator, slot: int | str) -> bool:

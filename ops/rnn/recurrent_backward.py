@@ -367,4 +367,5 @@ def _gru_before(
     return found
 
 
-traits("GRU", "LSTM", "RNN", biases=(3,))
+traits("GRU", "LSTM", "RNN", biases=(3,), starts=(5,))
+traits("LSTM", starts=(5, 6))

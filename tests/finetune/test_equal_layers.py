@@ -88,3 +88,14 @@ def test_what_is_untrained_stays_one_where_a_layer_runs_twice(matrix: np.ndarray
 def test_one_matrix_of_layers_of_other_names_is_told() -> None:
     program = amp.Program.from_onnx(model(("online.fc.weight",) * 2, ("/online/fc", "/target/fc")))
     assert any(note.startswith("read by several layers") for note in amp.prepare_training(program).notes)
+
+
+def test_a_bias_that_an_exporter_computed_anew_is_tied_again() -> None:
+    """From a state of zeros and the bias: a cell's first step."""
+    made = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
+        net (float[3,4] x) => (float[3,4] y) { a = Add (x, linear) h = Tanh (a) y = Add (h, b) }""")
+    bias = np.random.default_rng(1).normal(size=4).astype(np.float32)
+    for name, array in (("linear", np.tile(bias, (3, 1))), ("b", bias)):
+        made.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    report = amp.prepare_training(amp.Program.from_onnx(made))
+    assert report.trainable == ("b",) and "'linear' is 'b': tied again" in report.notes

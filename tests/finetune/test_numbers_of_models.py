@@ -13,6 +13,9 @@ ANGLES = np.outer(np.arange(6), 0.1 ** np.arange(4)).astype(np.float32)
 COSINES, SINES = (np.concatenate([f(ANGLES)] * 2, -1)[None, None] for f in (np.cos, np.sin))
 
 
+STARTS = "what the examples of a batch begin with"
+
+
 def program(text: str, opset: int = 18, **contents: np.ndarray) -> amp.Program:
     model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["" : {opset}]> {text}')
     model.graph.initializer.extend(onnx.numpy_helper.from_array(a, n) for n, a in contents.items())
@@ -67,9 +70,7 @@ def test_weights_of_classes_are_not_trained(loss: str) -> None:
     assert [v.name for v in made.parameters] == ["w"]
 
 
-@pytest.mark.parametrize(
-    ("shape", "reason"), [((2, 4), "what the examples of a batch begin with"), ((1, 4), ""), ((4,), "")]
-)
+@pytest.mark.parametrize(("shape", "reason"), [((2, 4), STARTS), ((1, 4), ""), ((4,), "")])
 def test_the_zeros_that_a_scan_begins_with_are_not_trained(shape: tuple[int, ...], reason: str) -> None:
     sizes = ",".join(map(str, shape))
     text = f"""net (float[5,{sizes}] x) => (float[{sizes}] last, float[5,{sizes}] y) {{
@@ -88,6 +89,55 @@ def test_the_zeros_that_a_scan_begins_with_are_not_trained(shape: tuple[int, ...
 def test_the_state_of_zeros_that_linear_attention_asks_is_not_trained(shape: tuple[int, ...], reason: str) -> None:
     text = "net (float[2,3,5,4] x) => (float[2,3,5,4] y) { y = MatMul (x, c) }"
     assert reasons(program(text, c=np.zeros(shape, np.float32)), "c") == [reason]
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "reason"),
+    [("val_9", 3, STARTS), ("h0", 3, STARTS), ("val_9", 1, STARTS), ("h0", 1, "")],
+)
+def test_zeros_that_recurrent_layers_begin_with_are_not_trained(name: str, batch: int, reason: str) -> None:
+    """Those of one example may be learned, where they have a name."""
+    text = f"""net (float[5,{batch},2] x) => (float[5,1,{batch},4] y)
+        {{ y = LSTM <hidden_size = 4> (x, w, r, , , {name}, {name}) }}"""
+    held = {"w": np.ones((1, 16, 2), np.float32), "r": np.ones((1, 16, 4), np.float32)}
+    state = {name: np.zeros((1, batch, 4), np.float32)}
+    assert reasons(program(text, **held, **state), name) == [reason]
+    assert reasons(program(text, **held, **{name: np.arange(batch * 4, dtype=np.float32).reshape(1, -1, 4)}), name) == [
+        ""
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "cell", "reason"),
+    [
+        ("zeros", "f = Sigmoid (x)  y = Mul (f, zeros)", STARTS),
+        ("zeros_1", "h = MatMul (zeros_1, w)  f = Sigmoid (h)  g = Add (f, x)  y = Mul (g, zeros_1)", STARTS),
+        ("state", "f = Sigmoid (x)  y = Mul (f, state)", ""),
+        ("zeros", "h = MatMul (zeros, w)  y = Add (h, x)", ""),
+        ("zeros", "y = MatMul (x, zeros)", ""),
+    ],
+)
+def test_zeros_that_a_written_out_cell_begins_with_are_not_trained(name: str, cell: str, reason: str) -> None:
+    text = f"net (float[4,4] x) => (float[4,4] y) {{ {cell} }}"
+    assert reasons(program(text, w=np.eye(4, dtype=np.float32), **{name: np.zeros((4, 4), np.float32)}), name) == [
+        reason
+    ]
+
+
+def test_zeros_that_are_written_into_and_chosen_are_not_trained() -> None:
+    text = """net (float[4,4] x, int64[4,1] i, bool[4,4] b) => (float[4,4] y)
+        { s = ScatterND <reduction = "add"> (c, i, x)  y = Where (b, c, s) }"""
+    assert reasons(program(text, c=np.zeros((4, 4), np.float32)), "c") == [STARTS]
+
+
+def test_the_products_that_a_sampling_grid_adds_up_are_not_trained() -> None:
+    """As affine_grid does of the identity, in images that are too large for exporters to add them up."""
+    line = (np.arange(6, dtype=np.float32) * 2 + 1) / 6 - 1
+    grid = np.stack([*np.meshgrid(line, line), np.ones((6, 6), np.float32)], -1).reshape(1, 36, 3, 1)
+    products = grid * np.array([[1, 0], [0, 1], [0, 0]], np.float32)
+    text = "net (float[1,36,2] x) => (float[1,36,2] y) { g = ReduceSum <keepdims = 0> (c, a)  y = Add (g, x) }"
+    assert reasons(program(text, c=products, a=np.array([-2], np.int64)), "c") == ["places"]
+    assert reasons(program(text, c=np.exp(products), a=np.array([-2], np.int64)), "c") == [""]
 
 
 @pytest.mark.parametrize(("after", "reason"), [("Softmax", "a mask of nothing"), ("Relu", "")])

@@ -67,3 +67,16 @@ def test_what_may_differ_by_example_stays(body: str, token: np.ndarray) -> None:
     program = load(body, token)
     amp.prepare_training(program, restore=False)
     assert program.var("token").shape == token.shape
+
+
+@pytest.mark.parametrize(("name", "size"), [("embedding_1", 1), ("kinds", 5)])
+def test_what_was_looked_up_for_each_place_is_one(name: str, size: int) -> None:
+    """A matrix of rows that are alike may be a weight, where it has a name."""
+    model = onnx.parser.parse_model(
+        f'<ir_version: 9, opset_import: ["" : 18]> net (float[n,5,4] x) => (float[n,5,4] y) {{ y = Add (x, {name}) }}'
+    )
+    rows = np.repeat(ROW[:, :1], 5, 1)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(rows, name))
+    program = amp.Program.from_onnx(model)
+    done = amp.prepare_training(program, restore=False)
+    assert program.var(name).shape == (1, size, 4) and (size > 1) != any("one for all places" in n for n in done.notes)
