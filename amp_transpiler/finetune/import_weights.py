@@ -7,17 +7,23 @@ looks like one does not. Each function here returns what it did, in words.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.parameter_names import made_up
 from amp_transpiler.ir.tensors import tensor_type
 from amp_transpiler.ir.types import FLOATS
-from amp_transpiler.ir.weights import STATISTICS, not_a_weight
+from amp_transpiler.ir.weights import ONE_NUMBER, STATISTICS, not_a_weight
 from amp_transpiler.passes.view.constants import content
 from amp_transpiler.program import Program
 
+#: Where a learned scale or temperature is read, or its logarithm.
+_SCALED = frozenset({("Div", 1), ("Exp", 0), ("Mul", 0), ("Mul", 1)})
+#: A name as models give them.
+_OWN_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 _CHANNELS = 4  # of an image
 
 
@@ -107,6 +113,25 @@ def adopt_named(program: Program, names: Collection[str]) -> dict[str, Variable]
                 _keep(variable, data, trainable=True)
                 found[variable.name] = variable
     return found
+
+
+def numbers_left(program: Program) -> list[str]:
+    """Say which single numbers with names of the model's own stay constants: a learned scale is one of those."""
+    left = [
+        v.name
+        for v in program.variables
+        if v.is_constant
+        and v.producer is None
+        and v.dtype in FLOATS
+        and _OWN_NAME.fullmatch(v.name)
+        and not made_up(v.name)
+        and any((op.full_type, slot) in _SCALED for op, slot in v.readers)
+        and not_a_weight(v) == ONE_NUMBER
+    ]
+    if not left:
+        return []
+    named = ", ".join(map(repr, left[:3])) + ", …" * (len(left) > 3)
+    return [f"{named}: single numbers, not trained; name in trainable what the model learns of them"]
 
 
 def leave_input_scaling(program: Program) -> list[str]:

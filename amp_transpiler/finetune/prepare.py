@@ -14,7 +14,12 @@ from amp_transpiler.conversion.calibration.measure import measure
 from amp_transpiler.conversion.calibration.samples import load_calibration
 from amp_transpiler.conversion.fold_constants import fold_values
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
-from amp_transpiler.finetune.import_weights import adopt_named, leave_input_scaling, weights_from_constants
+from amp_transpiler.finetune.import_weights import (
+    adopt_named,
+    leave_input_scaling,
+    numbers_left,
+    weights_from_constants,
+)
 from amp_transpiler.finetune.layer_names import restore_names
 from amp_transpiler.finetune.repeated import once_for_all
 from amp_transpiler.finetune.tied_weights import retie, shared_by_layers, untie
@@ -177,6 +182,7 @@ def prepare_training(
         notes += keep_root_mean_squares(program)
         notes += restore_names(program) if restore else []
         notes += shared_by_layers(program)
+        notes += numbers_left(program)
         frozen = batch_norm == "frozen"
         notes += freeze_batch_norm(program) if frozen else train_batch_norm(program, batch_norm == "synchronized")
         notes += train_dropout(program)

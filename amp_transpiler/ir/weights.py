@@ -27,6 +27,7 @@ from amp_transpiler.ir.types import FLOATS
 
 #: What :func:`not_a_weight` says of a running mean or variance: no weight, but it changes in training.
 STATISTICS = "statistics"
+ONE_NUMBER = "one number"
 #: Where an attention mask meets the scores, perhaps combined with another before.
 _MASKED = frozenset({"Add", "Sub", "Where", "Min", "Max", "Mul", "Attention", "MultiHeadAttention"})
 #: A number that no trained weight has, and every mask has: what a masked score gets is at least this far below 0.
@@ -48,7 +49,7 @@ def not_a_weight(variable: Variable) -> str:
         return f"of type {dtype}"
     uses = _uses(variable, _HOPS)
     if math.prod(shape) <= 1 and not (shape and uses and all(_is_layer(op, slot) for op, slot in uses)):
-        return "one number"
+        return ONE_NUMBER
     if uses and all(_is_number(op, slot) for op, slot in uses):
         reader, slot = uses[0]
         statistics = slot in traits_of(reader).statistics

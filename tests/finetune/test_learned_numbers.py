@@ -95,3 +95,17 @@ def test_it_counts_in_pure_float16(what: str) -> None:
     scope.set_var("t", scope.find_var("t").dtype.type(later))
     (value,) = amp.Executor().run(main, {"x": X}, [loss], scope)
     np.testing.assert_allclose(value, exact(layers, held | {"t": np.float64(later)}), rtol=0.02)
+
+
+@pytest.mark.parametrize("name, told", [("head.scale", True), ("val_3", False), ("/head/Constant_output_0", False)])
+def test_numbers_that_stay_constants_are_told(name: str, told: bool) -> None:
+    """Those whose names are the model's own: one may be learned, and nothing in the file says so."""
+    model = onnx.parser.parse_model(text("z = MatMul (x, w)  y = Mul (z, t)", "float"))
+    model.graph.node[1].input[1] = name
+    held = {"w": WEIGHTS["w"], name: np.float32(0.5)}
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(array, key) for key, array in held.items())
+    note = f"'{name}': single numbers, not trained; name in trainable what the model learns of them"
+    assert (note in amp.prepare_training(amp.Program.from_onnx(model)).notes) == told
+    if told:
+        report = amp.prepare_training(amp.Program.from_onnx(model), trainable=["*", name])
+        assert name in report.trainable and note not in report.notes
