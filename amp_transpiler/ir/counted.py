@@ -47,7 +47,8 @@ def _summed(variable: Variable) -> np.ndarray:
     for op, _ in uses if len(uses) == 1 else ():
         given = op.attrs.get("axes") if op.input(1) is None else constant_array(op.inputs[1])  # type: ignore[arg-type]
         if op.full_type == "ReduceSum" and given is not None:
-            return array.sum(axis=tuple(int(axis) for axis in np.reshape(given, -1)))
+            summed: np.ndarray = array.sum(axis=tuple(int(axis) for axis in np.reshape(given, -1)))
+            return summed
     return array
 
 
