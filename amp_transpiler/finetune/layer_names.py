@@ -38,7 +38,7 @@ def restore_names(program: Program) -> list[str]:
             continue
         op, slot = variable.readers[0]
         name = name_of(op, int(slot)) if not isinstance(slot, str) else ""
-        if not name or program.has_var(name):
+        if not name or program.has_var(name) or (op.type == "Add" and not is_vector(variable)):
             continue
         program.rename_variable(variable, name)
         renamed += 1
@@ -77,3 +77,8 @@ def module_of(op: Operator) -> str:
             parts.pop()  # 'layer1/layer1.0' is module layer1.0
         parts.append(part)
     return ".".join(parts)
+
+
+def is_vector(variable: Variable) -> bool:
+    """Whether it has one axis, beside those of 1: a bias, or a scale."""
+    return sum(size != 1 for size in variable.shape or ()) <= 1

@@ -10,7 +10,7 @@ from collections.abc import Collection, Hashable, Iterable
 
 import numpy as np
 
-from amp_transpiler.finetune.layer_names import module_of, name_of
+from amp_transpiler.finetune.layer_names import is_vector, module_of, name_of
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.parameter_names import made_up
 from amp_transpiler.ir.tensors import as_array
@@ -35,7 +35,7 @@ def retie(program: Program) -> list[str]:
     for variable in sorted(program.parameters, key=lambda v: made_up(v.name)):
         if variable.data is None or variable.shape is None or uniform(variable):
             continue
-        if _vector(variable) and made_up(variable.name):
+        if is_vector(variable) and made_up(variable.name):
             notes += _retie_vector(variable)
             continue
         if len(variable.shape) != 2:
@@ -60,7 +60,7 @@ def _retie_vector(variable: Variable) -> list[str]:
     """Let a vector that the exporter computed, as from zeros and a bias, be the parameter that it is a copy of."""
     array = np.asarray(as_array(variable.data)).reshape(-1)
     for other in variable.program.parameters if array.size >= _FEW else ():
-        if other is variable or other.data is None or not _vector(other) or made_up(other.name):
+        if other is variable or other.data is None or not is_vector(other) or made_up(other.name):
             continue
         if np.array_equal(np.asarray(as_array(other.data)).reshape(-1), array):
             program, sizes = variable.program, np.array(variable.shape, np.int64)
@@ -172,7 +172,7 @@ def _other_layers(variable: Variable) -> list[list[tuple[Operator, int]]]:
     found: dict[Hashable, list[tuple[Operator, int]]] = {}
     for op, slot in variable.readers:
         layer = _layer(op, int(slot), modules)
-        if (op, slot) != owner and (layer != stays if layer is not None else _vector(variable)):
+        if (op, slot) != owner and (layer != stays if layer is not None else is_vector(variable)):
             found.setdefault((op, slot) if layer is None else layer, []).append((op, int(slot)))
     return list(found.values())
 
@@ -213,7 +213,3 @@ def _without_identities(variable: Variable) -> None:
             program.replace_uses(out, variable)
             program.remove_operator(op)
             program.remove_variable(out)
-
-
-def _vector(variable: Variable) -> bool:
-    return sum(size != 1 for size in variable.shape or ()) <= 1
