@@ -259,16 +259,15 @@ def shard_tables(tables: Sequence[Variable]) -> None:
         ArgumentError, ArgumentTypeError: no table, or one that something else than lookups of rows reads.
         OrderError: its program has gradients already.
     """
-    if not isinstance(tables, Iterable):
-        raise ArgumentTypeError(f"shard_tables takes a list of variables, got {tables!r:.80}")
-    given = list(tables)
-    programs = {table.program: program_of(table) for table in given if isinstance(table, Variable)}
-    known = {table for program in programs.values() for table in split_embedding_parameters(program)[0]}
+    given = list(tables) if isinstance(tables, Iterable) else tables
+    if not isinstance(given, list) or not all(isinstance(table, Variable) for table in given):
+        raise ArgumentTypeError(f"shard_tables takes a list of variables, got {shown(given)}; program.var(name) is one")
+    known = {table for program in {*map(program_of, given)} for table in split_embedding_parameters(program)[0]}
     for table in given:
-        if not isinstance(table, Variable) or table not in known:
+        if table not in known:
             raise ArgumentError(
-                f"shard_tables: {shown(getattr(table, 'name', table))} is no parameter that lookups of rows alone "
-                "read, as those are that amp.split_embedding_parameters(program) gives first"
+                f"shard_tables: '{table.name}' is no parameter that lookups of rows alone read, as those are that "
+                "amp.split_embedding_parameters(program) gives first"
             )
         if any(v.grad_of is not None for v in table.program.variables):
             raise OrderError(
