@@ -28,6 +28,7 @@ from amp_transpiler.passes.lowering.rank_plan import PlanRow, RankPlan
 from amp_transpiler.passes.view.training_step import training_step
 from amp_transpiler.program import Program, program_of, split_embedding_parameters
 from amp_transpiler.runtime.collective import nccl
+from amp_transpiler.runtime.collective.arguments import apart
 from amp_transpiler.runtime.collective.current import (
     current,
     get_engine,
@@ -159,8 +160,8 @@ def all_reduce(array: Any, op: str = "mean", *, precision: str | None = None) ->
     it. A parameter without a gradient in a list of pairs gets zeros where other ranks have one. ``precision``: the
     element type in which variables travel; for gradients by default that of the optimizer, else their own.
 
-    Raises: GradientError: ranks have gradients of other parameters. OrderError: a value on a device of which the engine
-    leaves a factor, :meth:`Engine.remaining_factor`.
+    Raises: ArgumentError: arrays share memory. GradientError: ranks have gradients of other parameters. OrderError: a
+    value on a device of which the engine leaves a factor, :meth:`Engine.remaining_factor`.
     """
     engine = get_engine()
     arrays = list(array) if isinstance(array, list | tuple) else [array]
@@ -168,7 +169,7 @@ def all_reduce(array: Any, op: str = "mean", *, precision: str | None = None) ->
         travels = None if precision is None else element_type(precision)
         made = reduced_by_hand(arrays, choice("all_reduce: op", op, ("mean", "sum", "max")), travels)
         return made if isinstance(array, list | tuple) else made[0]
-    for each in arrays:
+    for each in apart("all_reduce", arrays):
         if hasattr(each, "data_ptr") and engine.remaining_factor(dtype_of(each), op) != 1.0:
             raise OrderError(
                 f"all_reduce: the {engine.name} engine leaves a factor in {op}s of {dtype_of(each)} over {engine.size} "
