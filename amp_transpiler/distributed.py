@@ -28,6 +28,7 @@ from amp_transpiler.passes.lowering.rank_plan import PlanRow, RankPlan
 from amp_transpiler.passes.view.training_step import training_step
 from amp_transpiler.program import Program, program_of, split_embedding_parameters
 from amp_transpiler.runtime.collective import nccl
+from amp_transpiler.runtime.collective.arguments import apart
 from amp_transpiler.runtime.collective.current import (
     current,
     get_engine,
@@ -159,8 +160,8 @@ def all_reduce(array: Any, op: str = "mean", *, precision: str | None = None) ->
     it. A parameter without a gradient in a list of pairs gets zeros where other ranks have one. ``precision``: the
     element type in which variables travel; for gradients by default that of the optimizer, else their own.
 
-    Raises: GradientError: ranks have gradients of other parameters. OrderError: a value on a device of which the engine
-    leaves a factor, :meth:`Engine.remaining_factor`.
+    Raises: ArgumentError: arrays share memory. GradientError: ranks have gradients of other parameters. OrderError: a
+    value on a device of which the engine leaves a factor, :meth:`Engine.remaining_factor`.
     """
     engine = get_engine()
     arrays = list(array) if isinstance(array, list | tuple) else [array]
@@ -168,7 +169,7 @@ def all_reduce(array: Any, op: str = "mean", *, precision: str | None = None) ->
         travels = None if precision is None else element_type(precision)
         made = reduced_by_hand(arrays, choice("all_reduce: op", op, ("mean", "sum", "max")), travels)
         return made if isinstance(array, list | tuple) else made[0]
-    for each in arrays:
+    for each in apart("all_reduce", arrays):
         if hasattr(each, "data_ptr") and engine.remaining_factor(dtype_of(each), op) != 1.0:
             raise OrderError(
                 f"all_reduce: the {engine.name} engine leaves a factor in {op}s of {dtype_of(each)} over {engine.size} "
@@ -259,16 +260,15 @@ def shard_tables(tables: Sequence[Variable]) -> None:
         ArgumentError, ArgumentTypeError: no table, or one that something else than lookups of rows reads.
         OrderError: its program has gradients already.
     """
-    if not isinstance(tables, Iterable):
-        raise ArgumentTypeError(f"shard_tables takes a list of variables, got {tables!r:.80}")
-    given = list(tables)
-    programs = {table.program: program_of(table) for table in given if isinstance(table, Variable)}
-    known = {table for program in programs.values() for table in split_embedding_parameters(program)[0]}
+    given = list(tables) if isinstance(tables, Iterable) else tables
+    if not isinstance(given, list) or not all(isinstance(table, Variable) for table in given):
+        raise ArgumentTypeError(f"shard_tables takes a list of variables, got {shown(given)}; program.var(name) is one")
+    known = {table for program in {*map(program_of, given)} for table in split_embedding_parameters(program)[0]}
     for table in given:
-        if not isinstance(table, Variable) or table not in known:
+        if table not in known:
             raise ArgumentError(
-                f"shard_tables: {shown(getattr(table, 'name', table))} is no parameter that lookups of rows alone "
-                "read, as those are that amp.split_embedding_parameters(program) gives first"
+                f"shard_tables: '{table.name}' is no parameter that lookups of rows alone read, as those are that "
+                "amp.split_embedding_parameters(program) gives first"
             )
         if any(v.grad_of is not None for v in table.program.variables):
             raise OrderError(

@@ -144,9 +144,10 @@ class ExecutionError(AmpError, RuntimeError):
 class DistributedError(AmpError, RuntimeError):
     """Several ranks cannot go on together: one died, hangs, raised, or made another call than the others.
 
-    ``ranks``: those at fault, where it is known; ``told``: it was they who said so, and raised an error of their own.
+    ``ranks``: those at fault, where it is known; ``told``: it was they who said so, and raised an error of their own;
+    ``differ``: they made another call.
     """
 
-    def __init__(self, message: str, ranks: tuple[int, ...] = (), told: bool = False) -> None:
+    def __init__(self, message: str, ranks: tuple[int, ...] = (), told: bool = False, differ: bool = False) -> None:
         super().__init__(message)
-        self.ranks, self.told = ranks, told
+        self.ranks, self.told, self.differ = ranks, told, differ

@@ -93,24 +93,29 @@ class Workspace:
 
     def __init__(self, parent: Path) -> None:
         remove_leftovers(parent)
-        while True:
+        self._lock: int | None = None
+        while self._lock is None:
             self.path = Path(tempfile.mkdtemp(SUFFIX, PREFIX, parent))
-            held = _hold(self.path, os.O_CREAT)
-            if held is not None:
-                break
-        self._lock = held
-        self.new, self.old, self.journal = (self.path / name for name in (_NEW, _OLD, _JOURNAL))
-        try:
-            self.new.mkdir()
-            self.old.mkdir()
-        except OSError:
-            self.remove()
-            raise
+            try:
+                self._lock = _hold(self.path, os.O_CREAT)
+                self.new, self.old, self.journal = (self.path / name for name in (_NEW, _OLD, _JOURNAL))
+                if self._lock is not None:
+                    self.new.mkdir()
+                    self.old.mkdir()
+            except BaseException:  # Ctrl-C too
+                self.remove()
+                raise
 
     def remove(self) -> None:
-        """Remove it with all that is in it, and let go of its lock."""
-        _remove(self.path)
-        os.close(self._lock)
+        """Remove it with all that is in it, and let go of its lock; also where Ctrl-C comes meanwhile."""
+        try:
+            _remove(self.path)
+        except BaseException:
+            _remove(self.path)
+            raise
+        finally:
+            if self._lock is not None:
+                os.close(self._lock)
 
 
 def _remove(workspace: Path) -> None:

@@ -296,8 +296,9 @@ class DataFiles:
     def _open(self, location: str, tensor: str) -> MappedFile:
         if self.folder is None:
             raise ModelFileError(
-                f"{self.label} keeps tensor '{tensor}' in the external file '{location}'; pass the "
-                "folder of that file as external_data_dir, or give the path of the model"
+                f"{self.label} keeps tensor '{tensor}' in the external file '{location}', which was not read with it; "
+                "give the path of the model, or what onnx.load(path) reads; Program.from_onnx also takes the folder of "
+                "that file, as external_data_dir"
             )
         file = located(location, self.folder, self.model, f"tensor '{tensor}' of {self.label}")
         try:

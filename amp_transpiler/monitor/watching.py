@@ -19,6 +19,7 @@ from amp_transpiler.option_checks import is_whole
 from amp_transpiler.passes.view.training_step import training_step
 from amp_transpiler.program import Program, default_main_program
 from amp_transpiler.runtime import device_tensors
+from amp_transpiler.runtime.collective.current import several
 from amp_transpiler.runtime.executor import Executor
 from amp_transpiler.runtime.scope import Scope, check_scope
 
@@ -119,7 +120,7 @@ class Watch:
         if callable(self.on_bad):
             self.on_bad(culprit)
             return
-        message = f"a step of program '{program.name}' is bad: {culprit or 'run again, every number was finite'}"
+        message = f"a step of program '{program.name}' is bad: {culprit or _nothing_found()}"
         if self.on_bad == "raise":
             raise NonFiniteError(message, culprit)
         warnings.warn(message, RuntimeWarning, stacklevel=3)
@@ -149,6 +150,13 @@ class _Watched:
     def sums(self, scope: Scope) -> dict[str, np.ndarray]:
         """Sums of gradients as they were before a window became bad, as far as that matters: finite."""
         return {name: np.zeros_like(scope.find_var(name)) for name in self._sums}
+
+
+def _nothing_found() -> str:
+    """What is said of a step that has no culprit, on this rank."""
+    engine = several()
+    on = "" if engine is None else f" on rank {engine.rank}; see what the other ranks say"
+    return f"run again, every number was finite{on}"
 
 
 def _is_bad(flag: Any) -> bool:

@@ -36,7 +36,8 @@ def save_inference_model(
     Batch normalisations read their fp32 parameters through casts, for kernels want one type.
     onnxruntime alone loads it; a bfloat16 model on CUDA only, for it has no bfloat16 arithmetic on CPU. ``feed_vars``
     are inputs of ``program`` (default: the program of the first fetch variable, else the current main program), by
-    variable or name; a training program is turned into its form for evaluation first.
+    variable or name; a training program is turned into its form for evaluation first. Parameters go into the file, but
+    into ``<path>.data`` where those of the program were read from such a file, or take more than 2 GB.
 
     ArgumentError where a feed is missing or not needed, or a fetch is nothing that the program computes; ScopeError
     where the scope lacks a parameter; GraphError where it holds another type than the program declares;

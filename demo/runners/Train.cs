@@ -144,11 +144,13 @@ public sealed class Train
         var file = BitConverter.GetBytes((long)padded.Length).Concat(padded).Concat(data.ToArray()).ToArray();
         var meta = ((string)checkpoint["meta"]).Replace("${step}", $"{Number}").Replace("${bytes}", $"{file.Length}")
             .Replace("${sha256}", Sha256(file)).Replace("${runner}", "Train.cs");
-        Directory.CreateDirectory(folder);
-        File.WriteAllBytes(Path.Combine(folder, "state.safetensors"), file);
+        var part = folder + ".part"; // until it is whole
+        Directory.CreateDirectory(part);
+        File.WriteAllBytes(Path.Combine(part, "state.safetensors"), file);
         var checksum = Sha256(Encoding.UTF8.GetBytes(meta));
         var whole = meta.Substring(0, meta.Length - 1) + ",\"checksum\":\"" + checksum + "\"}";
-        File.WriteAllBytes(Path.Combine(folder, "meta.json"), Encoding.UTF8.GetBytes(whole));
+        File.WriteAllBytes(Path.Combine(part, "meta.json"), Encoding.UTF8.GetBytes(whole));
+        Directory.Move(part, folder);
     }
 
     public static Dictionary<string, Tensor> Safetensors(byte[] file)
@@ -183,12 +185,16 @@ public sealed class Train
         try
         {
             if (words.Length < 4) throw new ArgumentException("usage: Train FOLDER BATCHES STEPS TO [FROM]");
-            if (Directory.Exists(words[3])) throw new IOException($"'{words[3]}' is there already");
+            if (!int.TryParse(words[2], NumberStyles.None, CultureInfo.InvariantCulture, out var left))
+                throw new ArgumentException($"STEPS is '{words[2]}'; expected a whole number");
+            var to = Path.GetFullPath(words[3]).TrimEnd(Path.DirectorySeparatorChar);
+            if (Directory.Exists(to) || File.Exists(to)) throw new IOException($"'{to}' is there already");
+            if (!Directory.Exists(Path.GetDirectoryName(to))) throw new IOException($"there is no folder '{Path.GetDirectoryName(to)}'");
             var step = new Train(words[0], words[words.Length > 4 ? 4 : 0]);
             var batches = Safetensors(File.ReadAllBytes(words[1]));
             if (batches.Values.Select(one => one.Shape.FirstOrDefault()).Distinct().Count() > 1)
                 throw new ArgumentException($"feeds in '{words[1]}' differ in length");
-            for (var left = int.Parse(words[2]); left > 0; left--)
+            for (; left > 0; left--)
             {
                 var feeds = batches.ToDictionary(one => one.Key, one => one.Value.Part(step.Number));
                 var line = new StringBuilder();
@@ -200,7 +206,7 @@ public sealed class Train
                 }
                 Console.WriteLine($"step {step.Number}{line}");
             }
-            step.Save(words[3]);
+            step.Save(to);
             return 0;
         }
         catch (Exception error)

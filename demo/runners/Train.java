@@ -124,15 +124,20 @@ public final class Train {
     String meta = ((String) checkpoint.get("meta")).replace("${step}", "" + step).replace("${bytes}", "" + file.length);
     meta = meta.replace("${sha256}", sha256(file)).replace("${runner}", "Train.java");
     String checksum = sha256(meta.getBytes(StandardCharsets.UTF_8));
-    Files.createDirectory(folder);
-    Files.write(folder.resolve("state.safetensors"), file);
-    Files.writeString(folder.resolve("meta.json"), meta.substring(0, meta.length() - 1) + ",\"checksum\":\"" + checksum + "\"}");
+    Path part = Path.of(folder + ".part"); // until it is whole
+    Files.createDirectories(part);
+    Files.write(part.resolve("state.safetensors"), file);
+    Files.writeString(part.resolve("meta.json"), meta.substring(0, meta.length() - 1) + ",\"checksum\":\"" + checksum + "\"}");
+    Files.move(part, folder);
   }
 
   public static void main(String[] words) {
     try {
       if (words.length < 4) throw new IllegalArgumentException("usage: Train FOLDER BATCHES STEPS TO [FROM]");
-      if (Files.exists(Path.of(words[3]))) throw new IllegalArgumentException("'" + words[3] + "' is there already");
+      if (!words[2].matches("[0-9]{1,18}")) throw new IllegalArgumentException("STEPS is '" + words[2] + "'; expected a whole number");
+      Path to = Path.of(words[3]).toAbsolutePath();
+      if (Files.exists(to)) throw new IllegalArgumentException("'" + to + "' is there already");
+      if (!Files.isDirectory(to.getParent())) throw new IllegalArgumentException("there is no folder '" + to.getParent() + "'");
       var step = new Train(Path.of(words[0]), Path.of(words[words.length > 4 ? 4 : 0]));
       Map<String, Tensor> batches = safetensors(Files.readAllBytes(Path.of(words[1])));
       if (batches.values().stream().map(all -> all.shape.isEmpty() ? null : all.shape.get(0)).distinct().count() > 1)
@@ -153,7 +158,7 @@ public final class Train {
         }
         System.out.println("step " + step.step + line);
       }
-      step.save(Path.of(words[3]));
+      step.save(to);
     } catch (Exception error) {
       System.err.println("error: " + error.getMessage());
       System.exit(1);

@@ -275,7 +275,7 @@ export class TrainingStep {
   async save(path, made) {
     const { mkdir, rename, rm, writeFile } = await import("node:fs/promises");
     made ??= await this.checkpoint();
-    await mkdir(`${path}.part`);
+    await mkdir(`${path}.part`, { recursive: true }); // one may be left by a run that was killed
     try {
       for (const [name, bytes] of made) await writeFile(`${path}.part/${name}`, bytes);
       await rename(`${path}.part`, path);

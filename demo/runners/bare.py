@@ -16,6 +16,13 @@ def expect(found, wanted, what):
     found == wanted or sys.exit(f"error: {what} is {found}; expected {wanted}")
 
 
+def read(path, how=lambda path: json.loads(path.read_bytes())):
+    try:
+        return how(path)
+    except Exception as error:
+        sys.exit(f"error: '{path}' cannot be read: {error}")
+
+
 def fitting(array, one, what):
     kind = "missing" if array is None else f"{array.dtype.name} {list(array.shape)}"
     expect(kind, f"{one['dtype']} {one['shape']}", f"{what} '{one['name']}'")
@@ -34,9 +41,11 @@ def run(name, feeds):
 
 sys.excepthook = lambda kind, error, trace: print(f"error: {kind.__name__}: {error}", file=sys.stderr)
 given = sys.argv[1:] if len(sys.argv) > 4 else sys.exit(__doc__)
-folder, batches, steps, to, start = map(Path, (given + given[:1])[:5])
+folder, batches, _, to, start = map(Path, (given + given[:1])[:5])
+re.fullmatch("[0-9]+", given[2]) or sys.exit(f"error: STEPS is '{given[2]}'; expected a whole number")
 expect(to.exists(), False, f"whether there is a '{to}' already")
-said, meta = (json.loads(path.read_text(encoding="utf-8")) for path in (folder / "manifest.json", start / "meta.json"))
+to.parent.is_dir() or sys.exit(f"error: there is no folder '{to.parent}'")
+said, meta = read(folder / "manifest.json"), read(start / "meta.json")
 expect((said["format"], said["version"]), ("amp_transpiler.training_step", 1), f"what '{folder}' holds")
 expect(meta["program"], said["program"], f"the program of checkpoint '{start}'")
 place, file = (given[5:] or [said["places"][0]["place"]])[0], start / meta["file"]["name"]
@@ -46,15 +55,21 @@ for path, one in ({folder / n: s for n, s in (said["files"] | at["files"]).items
     expect(hashlib.sha256(path.read_bytes()).hexdigest(), one["sha256"], f"the SHA-256 of '{path}'")
 sessions = {n: InferenceSession(folder / m["file"], providers=[at["provider"]]) for n, m in at["models"].items()}
 expect({session.get_providers()[0] for session in sessions.values()}, {at["provider"]}, f"what runs a step for {place}")
-held, data, kinds, window, done = load_file(file), load_file(batches), said["states"], said["window"], meta["step"] or 0
+held, data = read(file, load_file), read(batches, load_file)
+kinds, window, done = said["states"], said["window"], meta["step"] or 0
 state = {one["name"]: fitting(held.get(one["name"]), one, "state").astype(one["carried"]) for one in kinds}
-expect(len({array.shape[:1] for array in data.values()}) < 2, True, f"whether feeds in '{batches}' are of one length")
-for step in range(done, end := done + int(str(steps))):
+lengths = {array.shape[:1] for array in data.values()}
+expect(len(lengths) < 2, True, f"whether feeds in '{batches}' are of one length")
+expect(lengths.isdisjoint({(), (0,)}), True, f"whether there are batches in '{batches}'")
+for step in range(done, end := done + int(given[2])):
     feeds = {name: array[step % len(array)] for name, array in data.items()}
     found = run("train" if state.get(window["counter"], 0) + 1 == window["steps"] else "accumulate", feeds)
     print(f"step {step + 1}", *(f"{name} {value.item():.9g}" for name, value in found.items()), flush=True)
 content = save({one["name"]: state[one["name"]].astype(one["dtype"]) for one in kinds}, said["checkpoint"]["metadata"])
 known = {"step": end, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest(), "runner": "bare.py"}
 text = re.sub(r"\$\{(\w+)\}", lambda mark: str(known.get(mark[1], mark[0])), said["checkpoint"]["meta"])
-to.mkdir() or (to / "state.safetensors").write_bytes(content)
-(to / "meta.json").write_text(f'{text[:-1]},"checksum":"{hashlib.sha256(text.encode()).hexdigest()}"}}')
+part = Path(f"{to}.part")  # until it is whole
+part.mkdir(exist_ok=True)
+(part / "state.safetensors").write_bytes(content)
+(part / "meta.json").write_text(f'{text[:-1]},"checksum":"{hashlib.sha256(text.encode()).hexdigest()}"}}')
+part.rename(to)

@@ -158,11 +158,11 @@ void checked_all(const fs::path& folder, const Json& files) {
 
 Json parsed(const fs::path& path) {
   const string text = read(path);
-  return Parser{text}.value();
+  try { return Parser{text}.value(); } catch (const std::exception&) { fail("'" + path.string() + "' is no JSON, or cut short"); }
 }
 
 void write(const fs::path& path, const string& data) {
-  if (!(std::ofstream(path, std::ios::binary) << data)) fail("'" + path.string() + "' cannot be written");
+  if (!(std::ofstream(path, std::ios::binary) << data << std::flush)) fail("'" + path.string() + "' cannot be written");
 }
 
 // -- tensors ------------------------------------------------------------------------------------------------
@@ -351,17 +351,23 @@ struct Step {
                                                                      {"${sha256}", sha256(data)},
                                                                      {"${runner}", "train.cpp"}})
       for (size_t at; (at = text.find(mark)) != string::npos;) text.replace(at, mark.size(), known);
-    if (!fs::create_directory(folder)) fail("'" + folder.string() + "' is there already");
-    write(folder / "state.safetensors", data);
-    write(folder / "meta.json", text.substr(0, text.size() - 1) + ",\"checksum\":\"" + sha256(text) + "\"}");
+    const fs::path part = folder.string() + ".part";  // until it is whole
+    fs::create_directory(part);
+    write(part / "state.safetensors", data);
+    write(part / "meta.json", text.substr(0, text.size() - 1) + ",\"checksum\":\"" + sha256(text) + "\"}");
+    fs::rename(part, folder);
   }
 };
 
 int main(int number, char** words) try {
   if (number < 5) fail("usage: train FOLDER BATCHES STEPS TO [FROM [PLACE]]");
   const string steps = words[3];
-  if (steps.find_first_not_of("0123456789") != string::npos) fail("STEPS is '" + steps + "'; expected a whole number");
-  if (fs::exists(words[4])) fail("'" + string(words[4]) + "' is there already");
+  if (steps.empty() || steps.size() > 18 || steps.find_first_not_of("0123456789") != string::npos)
+    fail("STEPS is '" + steps + "'; expected a whole number");
+  fs::path to = fs::absolute(words[4]);
+  if (!to.has_filename()) to = to.parent_path();  // of a '/' in the end
+  if (fs::exists(to)) fail("'" + to.string() + "' is there already");
+  if (!fs::is_directory(to.parent_path())) fail("there is no folder '" + to.parent_path().string() + "'");
   Step step(words[1], words[number > 5 ? 5 : 1], number > 6 ? words[6] : "");
   const auto batches = safetensors(read(words[2]));
   for (const auto& [name, all] : batches)
@@ -384,7 +390,7 @@ int main(int number, char** words) try {
     }
     std::printf("\n");
   }
-  step.save(words[4]);
+  step.save(to);
   return 0;
 } catch (const std::exception& error) {
   std::fprintf(stderr, "error: %s\n", error.what());

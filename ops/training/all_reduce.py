@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from amp_transpiler.errors import DistributedError
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.exchange_call import Ranks
 from amp_transpiler.ir.nodes import Operator, Shape
@@ -29,7 +30,17 @@ def _reduce(ranks: Ranks, sent: Sequence[Any], received: Sequence[Any], attrs: M
 
 @exchange(own(ALL_GATHER), on_device=True)
 def _gather(ranks: Ranks, sent: Sequence[Any], received: Sequence[Any], attrs: Mapping[str, Any]) -> None:
-    ranks.all_gather(sent[0], [sent[0].size] * ranks.size, received[0])
+    try:
+        ranks.all_gather(sent[0], [sent[0].size] * ranks.size, received[0])
+    except DistributedError as error:
+        if not error.differ:
+            raise
+        raise DistributedError(
+            f"{error}; table '{attrs['table'].decode()}', whose gradients are sparse, is looked up with as many ids on "
+            "each rank: pad the batches to one size",
+            error.ranks,
+            differ=True,
+        ) from None
 
 
 @lowering_rule(own(ALL_REDUCE), native=True, slots=Slots(input_row=("gradient",), output_row=("gradient",)))
@@ -55,9 +66,11 @@ def times(shape: Shape | None, ranks: int) -> Shape | None:
 @lowering_rule(own(ALL_GATHER), native=True, infer=_gathered_types)
 def all_gather_rows(e: Emitter, op: Operator, rows: Value, values: Value) -> Sequence[Value]:
     """Every rank brings as many rows."""
-    found = []
+    _, grad = op.inputs
+    assert grad is not None
+    table, found = (grad.grad_of or grad).name, []
     for value, precision in ((rows, rows.dtype), (values, str(op.attrs.get("precision") or values.dtype))):
         shape = (int(op.attrs["ranks"]) * size_of(value)[0], *size_of(value)[1:])
-        (of_all,) = exchanged(e, ALL_GATHER, [e.cast(value, precision)], [shape])
+        (of_all,) = exchanged(e, ALL_GATHER, [e.cast(value, precision)], [shape], table=table)
         found.append(e.cast(of_all, value.dtype))
     return found

@@ -237,8 +237,27 @@ def test_what_is_there_already_is_told_before_the_training(
     assert done.returncode == 1 and f"'{tmp_path / 'end'}'" in done.stderr and "already" in done.stderr
     assert done.stdout == "" and not any((tmp_path / "end").iterdir())
     assert "FOLDER BATCHES STEPS TO [FROM" in call(command, small / "step").stderr
-    done = call(command, small / "step", small / "data.safetensors", "1.5", tmp_path / "other")
-    assert done.returncode == 1 and done.stdout == "" and not (tmp_path / "other").exists()
+    for steps in ("1.5", "-3", ""):
+        done = call(command, small / "step", small / "data.safetensors", steps, tmp_path / "other")
+        assert done.returncode == 1 and done.stdout == "" and not (tmp_path / "other").exists()
+        assert f"'{steps}'" in done.stderr
+    done = call(command, small / "step", small / "data.safetensors", 1, tmp_path / "missing" / "end")
+    assert done.returncode == 1 and done.stdout == "" and f"there is no folder '{tmp_path / 'missing'}'" in done.stderr
+
+
+@pytest.mark.parametrize("runner", ["bare Python", "Node", *COMPILED])
+def test_a_checkpoint_has_its_name_when_it_is_whole(
+    runner: str, command: list[str], small: Path, tmp_path: Path
+) -> None:
+    """What was begun and not ended is in nobody's way: a disk that was full, a run that was killed."""
+    arguments, part = (small / "step", small / "data.safetensors", 1, tmp_path / "end"), tmp_path / "end.part"
+    (part / "meta.json").mkdir(parents=True)  # no file can be written there
+    assert call(command, *arguments).returncode == 1 and not (tmp_path / "end").exists()
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    (part / "state.safetensors").write_bytes(b"cut short")
+    trained(command, *arguments)
+    assert sorted(os.listdir(tmp_path / "end")) == ["meta.json", "state.safetensors"] and not part.exists()
 
 
 @pytest.mark.parametrize("runner", ["bare Python", "Node", *COMPILED])

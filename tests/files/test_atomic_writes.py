@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,22 @@ def test_a_file_that_came_after_a_kill_is_kept(tmp_path: Path) -> None:
     assert reached
 
 
+def failing(patch: pytest.MonkeyPatch, names: Sequence[str], stop: int, error: BaseException) -> None:
+    """In the place of call number ``stop`` of these functions of ``os`` comes an error."""
+    count = iter(range(1000))
+
+    def wrapped(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            if next(count) == stop:
+                raise error
+            return real(*given, **named)
+
+        return call
+
+    for name in names:
+        patch.setattr(os, name, wrapped(getattr(os, name)))
+
+
 @pytest.mark.parametrize("error", [OSError(13, "Permission denied"), KeyboardInterrupt()], ids=["error", "interrupt"])
 def test_a_rename_that_fails_takes_the_others_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
@@ -116,19 +132,8 @@ def test_a_rename_that_fails_takes_the_others_back(
     for stop in range(20):
         home = tmp_path / str(stop)
         laid(home, OLD)
-        count = iter(range(100))
-
-        def failing(real: Callable[..., Any], count: Any = count, stop: int = stop) -> Callable[..., Any]:
-            def wrapped(*given: Any) -> Any:
-                if next(count) == stop:
-                    raise error
-                return real(*given)
-
-            return wrapped
-
         with monkeypatch.context() as patch:
-            for name in ("rename", "replace"):
-                patch.setattr(os, name, failing(getattr(os, name)))
+            failing(patch, ("rename", "replace"), stop, error)
             try:
                 write_all(home)
             except (ModelFileWriteError, KeyboardInterrupt):
@@ -137,6 +142,21 @@ def test_a_rename_that_fails_takes_the_others_back(
         assert contents(home) == NEW
         break
     assert stop == 6  # three moved aside, three put in place
+
+
+def test_an_interrupt_leaves_no_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for stop in range(100):
+        home = tmp_path / str(stop)
+        home.mkdir()
+        with monkeypatch.context() as patch:
+            failing(patch, ("mkdir", "open", "rmdir", "unlink"), stop, KeyboardInterrupt())
+            try:
+                write_files([(home / "a", put(b"1"))])
+            except KeyboardInterrupt:
+                assert {"a"}.issuperset(os.listdir(home))
+                continue
+        break
+    assert 10 < stop < 99  # in its making, in the writing and in its end
 
 
 def test_a_workspace_that_came_out_of_an_archive_moves_nothing(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import onnx
 import onnx.parser
 import pytest
 
+from amp_transpiler.conversion.converting import convert
 from amp_transpiler.errors import ArgumentTypeError, GraphError, ModelFileError, ModelFileNotFoundError
 from amp_transpiler.program import Program
 from tests.helpers.onnx_goldens import EVERYTHING, everything, external_model, ir3, text
@@ -145,5 +146,8 @@ def test_external_references_that_cannot_be(tmp_path, key, value, expected):
     onnx.save_model(model, path)
     with pytest.raises(ModelFileError, match=expected):
         Program.from_onnx(path)
-    with pytest.raises(ModelFileError, match="external_data_dir"):
-        Program.from_onnx(external_model(tmp_path)[1])
+    for read in (Program.from_onnx, convert):
+        with pytest.raises(
+            ModelFileError, match=r"path of the model, or what onnx.load\(path\) reads; Program.from_onnx"
+        ):
+            read(external_model(tmp_path)[1])

@@ -30,6 +30,7 @@ async function train({ provider, steps, from }) {
     for (let left = steps; left > 0; left -= 1) {
       const feeds = {};
       for (const [name, { shape, data: all }] of data) {
+        if (!shape[0]) throw new Error(`'${name}' has no batches`);
         const size = all.length / shape[0];
         feeds[name] = all.slice((step.step % shape[0]) * size, ((step.step % shape[0]) + 1) * size);
       }

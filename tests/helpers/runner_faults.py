@@ -108,7 +108,7 @@ FAULTS: dict[Callable[[Path], None], tuple[str, ...]] = {
     missing_state: ("fc_0.w_0", "missing", "float16"),
     missing_file: ("train.onnx",),
     missing_folder: ("manifest.json",),
-    damaged_manifest: ("json",),
+    damaged_manifest: ("manifest.json",),
     missing_checkpoint: ("meta.json",),
     cut_state: ("state.safetensors", "SHA-256"),
     other_program: ("checkpoint", "program"),
@@ -117,6 +117,6 @@ FAULTS: dict[Callable[[Path], None], tuple[str, ...]] = {
     short_feed: ("feed 'x'", "float32"),
     turned_feed: ("feed 'x'", "float32"),
     cut_batches: ("file",),
-    no_batches: (),
+    no_batches: ("batches",),
     uneven_batches: ("feeds in", "length"),
 }

@@ -59,6 +59,23 @@ def test_a_window_of_micro_batches_is_watched() -> None:
     assert [culprit.operator for culprit in named] == ["Cast -> x.cast_fp16"] * 2 and exe.bad_steps == 2
 
 
+def test_ranks_without_a_culprit_point_to_the_others() -> None:
+    def run() -> str:
+        main, startup = amp.Program(), amp.Program("startup")
+        with amp.program_guard(main, startup), amp.unique_name.guard():
+            loss = F.mean(amp.nn.fc(amp.data("x", [4, 3], "float32"), 2))
+            amp.decorate(amp.optimizer.SGD(0.1)).minimize(loss, startup)
+        exe, scope = amp.watch(amp.Executor(), "raise"), amp.Scope()
+        exe.run(startup, scope=scope)
+        with pytest.raises(NonFiniteError) as caught:
+            exe.run(main, {"x": np.full((4, 3), [1, np.inf][amp.distributed.rank()], np.float32)}, [], scope)
+        return str(caught.value)
+
+    found = amp.distributed.simulate(2, run)
+    assert "run again, every number was finite on rank 0; see what the other ranks say" in found[0]
+    assert "feed 'x' is not finite" in found[1]
+
+
 def test_watch_warns_or_raises() -> None:
     step = ready(programs.build("mlp", "amp", init_loss_scaling=2.0**30), "mlp")
     with pytest.warns(RuntimeWarning, match=r"a step of program 'program_\d+' is bad: backward operator 'CastGrad"):

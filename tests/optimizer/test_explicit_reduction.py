@@ -167,6 +167,17 @@ def test_what_is_no_type_is_an_error_and_where_no_rank_has_a_gradient_none_is_ma
     distributed.simulate(2, run)
 
 
+def test_a_loss_that_is_reduced_before_minimize_is_told_to_be_reduced_behind_it() -> None:
+    def run() -> None:
+        main, startup, loss = net()
+        with amp.program_guard(main, startup):
+            mean = distributed.all_reduce(loss)
+            with pytest.raises(amp.errors.GradientError, match="leave it out, or call it behind minimize"):
+                amp.optimizer.SGD(0.1).minimize(mean, startup)
+
+    distributed.simulate(2, run)
+
+
 def test_metrics_are_reduced_in_the_program() -> None:
     def run() -> list[Any]:
         main = amp.Program()

@@ -267,6 +267,17 @@ def test_batches_of_several_sizes(sparse: bool) -> None:
     assert np.array_equal(of_first, of_second)
 
 
+def test_a_table_that_ranks_look_up_in_other_numbers_is_named() -> None:
+    def run() -> str:
+        net, count = Recommender(lambda _: amp.optimizer.SGD(0.02)), 2 + distributed.rank()
+        with pytest.raises(amp.errors.DistributedError) as caught:
+            net.run({"ids": np.zeros((count, 5), np.int64), "label": np.zeros((count, 1), np.float32)})
+        return str(caught.value)
+
+    for said in distributed.simulate(2, run):
+        assert "table 'table', whose gradients are sparse, is looked up with as many ids on each rank: pad" in said
+
+
 def test_the_culprit_of_a_bad_step_is_found_on_the_rank_that_made_it() -> None:
     """The step is run again by one rank, without the others."""
 

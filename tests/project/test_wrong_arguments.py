@@ -55,6 +55,7 @@ CALLS: dict[str, tuple[Callable[[Net], Any], str]] = {
     "Pipeline": (lambda _: amp.Pipeline(5), "takes passes, or their text, .* got 5"),
     "Pipeline of numbers": (lambda _: amp.Pipeline([5]), "takes passes, or their text, .* got 5"),
     "shard_tables": (lambda _: amp.distributed.shard_tables(None), "a list of variables, got None"),
+    "shard_tables by name": (lambda _: amp.distributed.shard_tables(["t"]), r"a list of variables, got \['t'\]"),
     "fc": (lambda _: amp.nn.fc(amp.data("z", [2, 2]), 2, name=5), "fc: name is 5; expected a string"),
     "batch_norm": (lambda _: amp.nn.batch_norm(amp.data("q", [2, 2]), name=5), "batch_norm: name is 5"),
     "shown": (lambda net: amp.gradient_underflow(net[0], {}, net[3], target="a"), "target is 'a'"),

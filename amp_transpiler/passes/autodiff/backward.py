@@ -14,7 +14,7 @@ from amp_transpiler.ir.decompose import decompose_operator, has_decomposition
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import declare_outputs
 from amp_transpiler.ir.nodes import BACKWARD, OWN, Operator, Variable
-from amp_transpiler.ir.opdef import Gradient, gradient_type, lookup, lowering_rule_of
+from amp_transpiler.ir.opdef import Gradient, gradient_type, lookup, lowering_rule_of, traits_of
 from amp_transpiler.ir.parameter_names import names_of_parameter
 from amp_transpiler.ir.patterns import is_pattern, matching_names
 from amp_transpiler.ir.reasons import Kind, Reason
@@ -239,9 +239,11 @@ def _check_rule(op: Operator, rule: Gradient | None, slots: list[int], captured:
             raise GradientError(f"{error}, or {rule_of_yours}") from None
     if rule is None:
         source = op.inputs[slots[0]]
+        by_ranks = "Gradients are averaged over the ranks without it: leave it out, or call it behind minimize. "
         raise GradientError(
             f"operator '{op.label}' ({op.full_type}) lies on the path of the loss through its input "
-            f"'{'' if source is None else source.name}' and has no gradient rule. {way_out}"
+            f"'{'' if source is None else source.name}' and has no gradient rule. "
+            f"{by_ranks if traits_of(op).meets else ''}{way_out}"
         )
     reason = rule.refuse(op) if rule.refuse is not None else ""
     if reason:

@@ -113,7 +113,7 @@ def save_checkpoint(
         data_position, extra: anything of numbers, strings, lists and dicts; ``load_checkpoint`` gives it back (tuples
             as lists). ``data_position`` is meant for the place in the data to go on from.
         keep_last: keep the last so many checkpoints in ``path``, in the order they were written, and remove the
-            others once the new one is whole. Only with ``step``.
+            others once the new one is whole; files of yours in their folders stay. Only with ``step``.
 
     Raises:
         ScopeError: a variable is not in the scope, or has another element type or shape than the program declares.

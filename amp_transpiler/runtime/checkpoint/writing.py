@@ -206,10 +206,13 @@ def _replace(target: Path, made: Path, meta: dict[str, Any]) -> None:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint: it stops being one at once, by losing its name, and then its files go."""
+    """Remove a checkpoint: it stops being one at once, by losing a name, and then its files go; others stay there."""
+    found = os.listdir(folder)
+    own = [META, *(name for name in found if TENSOR_FILES.fullmatch(name))]
     workspace = Workspace(folder.parent)
     try:
-        folder.rename(workspace.new / folder.name)
+        for path in (folder / name for name in own) if set(found) - set(own) else (folder,):
+            path.rename(workspace.new / path.name)
     finally:
         workspace.remove()
 

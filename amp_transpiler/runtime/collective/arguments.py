@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,21 @@ def flat(called: str, array: Any, written: bool = True) -> np.ndarray:
     if written and not array.flags.writeable:
         raise ArgumentError(f"{called}: the array is read-only; give a copy")
     return array.reshape(-1)
+
+
+def apart(called: str, arrays: Sequence[Any]) -> Sequence[Any]:
+    """The arrays; ArgumentError where two share memory: what they share would be reduced twice."""
+    spans = []
+    for at, array in enumerate(arrays):
+        if hasattr(array, "data_ptr"):
+            spans.append((array.data_ptr(), array.tensor_size_in_bytes(), at))
+        elif isinstance(array, np.ndarray):
+            spans.append((array.__array_interface__["data"][0], array.nbytes, at))
+    for (start, size, one), (following, _, other) in pairwise(sorted(span for span in spans if span[1])):
+        if following < start + size:
+            first, second = sorted((one, other))
+            raise ArgumentError(f"{called}: arrays {first} and {second} of the list share memory; give one, or a copy")
+    return arrays
 
 
 def operation(called: str, op: str, dtype: str) -> None:

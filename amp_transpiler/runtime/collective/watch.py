@@ -80,7 +80,7 @@ class Watch:
     def mismatch(self, message: str, rank: int) -> NoReturn:
         """Ranks made different calls; each of them finds it by itself."""
         self.fault = DistributedError(f"the ranks do not make the same calls: {message}", (rank,))
-        raise DistributedError(str(self.fault), self.fault.ranks)
+        raise DistributedError(str(self.fault), self.fault.ranks, differ=True)
 
     # -- faults ------------------------------------------------------------------------------------------------
     def _look(self, call: Call) -> None:

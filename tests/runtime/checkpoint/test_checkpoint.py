@@ -134,6 +134,14 @@ def test_the_last_k_in_the_order_of_writing(net: Small, scope: amp.Scope, tmp_pa
     assert os.listdir(tmp_path) == ["step_00000030"]
 
 
+def test_files_of_others_stay_where_a_checkpoint_was(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
+    first = amp.save_checkpoint(tmp_path, net.main, scope, step=1)
+    (first / "notes.txt").write_text("best so far")
+    newest = amp.save_checkpoint(tmp_path, net.main, scope, step=2, keep_last=1)
+    assert os.listdir(first) == ["notes.txt"] and amp.latest_checkpoint(tmp_path) == newest
+    assert sorted(os.listdir(tmp_path)) == ["step_00000001", "step_00000002"]
+
+
 # -- arguments --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),

@@ -12,6 +12,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler import distributed
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, DistributedError, MissingPackageError, OrderError
+from amp_transpiler.runtime import device_tensors
 
 
 @pytest.fixture(autouse=True)
@@ -31,13 +32,25 @@ def test_one_rank_alone_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert distributed.is_initialized() and (engine.name, engine.rank, engine.size) == ("single", 0, 1)
     array = np.array([1.5, 2.5], np.float16)
     assert distributed.all_reduce(array) is array and array.tolist() == [1.5, 2.5]
-    assert distributed.all_reduce([array, array], "sum")[1] is array
+    assert distributed.all_reduce([array.copy(), array], "sum")[1] is array
     assert distributed.broadcast(array) is array
     assert [each.tolist() for each in distributed.all_gather(array)] == [[1.5, 2.5]]
     assert distributed.all_gather_object({"a": 1}) == [{"a": 1}]
     assert engine.all_to_all([array])[0].tolist() == [1.5, 2.5]
     distributed.barrier()
     assert engine.remaining_factor("float16", "mean") == 1.0
+
+
+def test_arrays_that_share_memory_are_not_reduced_twice() -> None:
+    distributed.init()
+    whole, other = np.ones(6), np.ones(2)
+    distributed.all_reduce([whole[3:], other, whole[:3], whole[2:2]], "sum")
+    for last in (whole[1:], device_tensors.from_array(whole)):
+        with pytest.raises(ArgumentError, match="arrays 0 and 2 of the list share memory"):
+            distributed.all_reduce([last, other, last], "sum")
+    with pytest.raises(ArgumentError, match="arrays 1 and 2 of the list share memory"):
+        distributed.all_reduce([other, whole[:4], whole[3:]], "sum")
+    assert whole.tolist() == [1.0] * 6
 
 
 def test_init_again_gives_the_same_engine_and_after_shutdown_another() -> None:
