@@ -70,7 +70,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "conv integers": (
         lambda: nn.conv2d(nn.data("x", [None, 1, 6, 6], "int64"), 2, 3),
-        r"must have element type float16 or",
+        r"must have element type bfloat16 or float16 or",
     ),
     "fc rank": (lambda: nn.fc(nn.data("x", [4]), 2), r"fc: x 'x' .* must have more than 1 dimensions"),
     "fc features": (lambda: nn.fc(nn.data("x", [4, None]), 2), r"fc: dimension 1 of x 'x' .* must be known"),

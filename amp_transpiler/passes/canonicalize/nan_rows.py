@@ -13,7 +13,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.passes.canonicalize.matching import drop_unread
-from amp_transpiler.passes.view.constants import constant_content
+from amp_transpiler.passes.view.constants import content
 from amp_transpiler.passes.view.of_type import of_type
 
 #: What makes finite numbers of a first operand of such, and of operands that all are, as far as its type holds them.
@@ -68,7 +68,7 @@ def _is_finite(variable: Variable | None, steps: int) -> bool:
     """Whether there is no infinity in a tensor but what does not fit its type."""
     if variable is None or not steps:
         return False
-    data, op = constant_content(variable), variable.producer
+    data, op = content(variable), variable.producer
     if data is not None:
         return bool(np.isfinite(as_array(data)).all())
     if op is None or op.domain:
