@@ -57,7 +57,7 @@ class Feeds:
         }
         self.required = [f for f in self.feeds.values() if f.required]
         self.used = {v.name for v in program.inputs if v.key in needed}
-        self.variables = {v.name: v for v in program.variables if not v.is_input}
+        self.variables = {v.name: v.persistable for v in program.variables if not v.is_input}
 
     def check(self, feed: Mapping[Any, Any] | None) -> dict[str, Any]:
         """The values that the run needs by name, each a contiguous array of the declared type, or an OrtValue.
@@ -116,11 +116,11 @@ class Feeds:
         unknown = [name for name in feed if name not in self.feeds]
         for name in unknown:
             if name in self.variables:
-                how = "computed by the program; it cannot be fed"
-                if self.variables[name].persistable:
-                    how = "a persistable variable: set it with scope.set_var"
-                elif self.variables[name].is_constant:
-                    how = "a constant of it; change it in the model"
+                how = (
+                    "a persistable variable: set it with scope.set_var"
+                    if self.variables[name]
+                    else "computed by the program; it cannot be fed"
+                )
                 raise FeedError(f"feed '{name}' is no input of program '{self.program}' but {how}")
             hint = near_names(name, [*missing, *self.feeds]) or f"it has {_names(self.feeds)}"
             raise FeedError(f"program '{self.program}' has no input '{name}'; {hint}")

@@ -55,16 +55,6 @@ def test_bad_feeds_are_named_before_anything_runs(exe: Executor, scope: Scope, c
         exe.run(program, FEED, ["picked"], scope)
 
 
-def test_an_input_that_has_a_value_in_its_file_is_a_constant() -> None:
-    model = onnx.parser.parse_model(
-        '<ir_version: 8, opset_import: ["" : 17]> net (float[2] x, float[1] s) => (float[2] y) { y = Mul (x, s) }'
-    )
-    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(1, np.float32), "s"))
-    program, ones = Program.from_onnx(model), np.ones(2, np.float32)
-    with pytest.raises(FeedError, match="feed 's' is no input of program 'net' but a constant of it; change it in the"):
-        Executor().run(program, {"x": ones, "s": ones[:1]}, ["y"])
-
-
 GOOD_FEEDS: dict[str, Callable[[Program], Any]] = {
     "variables as keys": lambda p: {p.var("x"): X, p.var("row"): ROW},
     "lists": lambda p: {"x": X.tolist(), "row": [0, 1, 2, 3]},
