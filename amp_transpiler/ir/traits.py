@@ -64,6 +64,7 @@ class Traits:
     ``statistics``: running means and variances, which change in training though nothing learns them.
     ``settings``: bounds, sizes, ratios, fill values, weights of classes: numbers that configure it.
     ``biases``: what is added to a sum of products, or to the variance of a norm.
+    ``places``: where in an image it reads, in pixels or in parts of the image.
     """
 
     moves: tuple[int, ...] | None = ()
@@ -96,3 +97,4 @@ class Traits:
     statistics: tuple[int, ...] = ()
     settings: tuple[int, ...] = ()
     biases: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
