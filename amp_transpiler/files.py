@@ -5,7 +5,8 @@ input, or another output: by what the file is, not by how it is spelled. Links a
 
 **Writing.** Files that belong together are a :class:`Group`. Each is written and brought to the disk in a hidden
 workspace beside its target, ``.amp_write.<random>.tmp``; then all are renamed, the model last. Where there are several,
-those that they replace are moved aside first, so that a model never stands beside the data of another.
+those that they replace are moved aside first, so that a model never stands beside the data of another. What belonged
+to a file that was replaced, and to none that stands now, is removed last.
 
 **Kills.** A workspace is locked while its process lives. The next write into the same folder removes those whose lock
 is free; renames that a journal there says are left are made good first, unless somebody else has put a file in the
@@ -213,6 +214,7 @@ class Group:
     def __init__(self) -> None:
         self._workspaces: dict[Path, Workspace] = {}
         self._staged: list[Path] = []  # targets, in order
+        self._left: dict[Path, list[int] | None] = {}  # what nobody needs after the commit, and what tells it
         self._moving = False
         self.written: tuple[Path, ...] = ()
 
@@ -237,6 +239,10 @@ class Group:
         except OSError as error:
             raise _failed(path, error) from None
         self._staged.append(target)
+
+    def leave(self, path: Path) -> None:
+        """Let a file be removed after the commit, as it is now: what belongs to one that is replaced."""
+        self._left[path] = _stamp(path)
 
     def staged(self, path: PathLike) -> Path:
         """Where a file that was added lies until the commit, under its own name, and its data beside it."""
@@ -270,6 +276,10 @@ class Group:
         for folder in self._workspaces:
             with suppress(OSError):  # they stand; a power cut right now may still undo that
                 sync_folder(folder)
+        for path, stamp in self._left.items():
+            with suppress(OSError):  # as one that another program holds open, on Windows
+                if stamp is not None and _stamp(path) == stamp:
+                    path.unlink()
 
     def _at(self, target: Path) -> Workspace:
         return self._workspaces[target.parent]

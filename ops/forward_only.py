@@ -13,10 +13,10 @@ traits(
     "HannWindow",
     "TfIdfVectorizer",
 )
-traits("MaxRoiPool", "RoiAlign", carries_large=True)
+traits("MaxRoiPool", "RoiAlign", carries_large=True, places=(1,))
 traits("Det", overflows=Kind.MULTIPLIES)
 traits("MelWeightMatrix", settings=(3, 4))
-traits("NonMaxSuppression", settings=(0, 1, 3, 4))
+traits("NonMaxSuppression", settings=(0, 1, 3, 4), places=(0,))
 # Control flow, sequences and optionals: what is inside moves, the operators of nested graphs compute.
 traits(
     "ConcatFromSequence",

@@ -234,5 +234,5 @@ def affine_grid(d: Parts, op: Operator, theta: Variable, size: Variable) -> list
         return [d.Reshape(moved, [0, *sizes, rank])]
 
 
-traits("AffineGrid")
-traits("GridSample", carries_large=True)
+traits("AffineGrid", places=(0,))
+traits("GridSample", carries_large=True, places=(1,))

@@ -20,6 +20,7 @@ from amp_transpiler.passes.lowering.arithmetic import Arithmetic, summands
 from amp_transpiler.passes.lowering.lowered import needed
 from amp_transpiler.passes.precision.widen import widen
 from amp_transpiler.program import Program
+from amp_transpiler.runtime.binding import UNBOUND
 
 #: Tensors that one run hands out.
 _PART = 256
@@ -123,16 +124,16 @@ def replay(program: Program, batches: Sequence[Batch], arithmetic: Arithmetic | 
     twin, moved = program.clone(), dict[str, str]()
     widen(twin, moved)
     found: dict[str, Replayed | Difference] = {}
-    pairs: list[tuple[str, str]] = []
+    #: The names here and there: of tensors, and of what no bfloat16 is handed out beside.
+    pairs: tuple[list[tuple[str, str]], list[tuple[str, str]]] = [], []
     for v in [*program.inputs, *(v for op in operators for v in op.outputs if v is not None)]:
         measure, origin = _measure(v), v.name
         while origin in moved:
             origin = moved[origin]
         if measure is not None and twin.has_var(origin):
             found[v.name] = measure
-            pairs.append((v.name, origin))
-    for start in range(0, len(pairs), _PART):
-        part = pairs[start : start + _PART]
+            pairs[(v.dtype or "") in UNBOUND].append((v.name, origin))
+    for part in (each[start : start + _PART] for each in pairs for start in range(0, len(each), _PART)):
         names = [name for name, _ in part]
         origins = list(dict.fromkeys(origin for _, origin in part))
         exact, stored = Runner(twin, origins), Runner(program, names)

@@ -156,7 +156,7 @@ class FreezeWeights(Pass):
 
 @dataclass(frozen=True)
 class Constrain(Pass):
-    """What is known against 16 bit is collected: constants, ranges, sums of squares, integers held as floats."""
+    """What is known against 16 bit is collected: constants, ranges, squares, integers as floats, places in images."""
 
     name = "constraints"
     needs = (Property.TYPED, Property.CONSTANTS, OPTIONS)

@@ -154,7 +154,7 @@ def prepare_training(
         notes += _fix(program, values or {}, feed_shapes or {})
         notes += widen(program)
         convert_opset(program)
-        notes += ["control flow that is known before the run is straight-line now"] * expand_control_flow(program)
+        unrolled = expand_control_flow(program)
         notes += weights_from_constants(program)
         notes += leave_input_scaling(program)
         listed = trainable if isinstance(trainable, Iterable) and not isinstance(trainable, str) else ()
@@ -164,6 +164,10 @@ def prepare_training(
         notes += retie(program)
         notes += untie(program, _matched(program, keep_tied, "keep_tied"))
         fold_values(program)
+        if expand_control_flow(program):  # as loops whose end is folded
+            unrolled = True
+            fold_values(program)
+        notes += ["control flow that is known before the run is straight-line now"] * unrolled
         notes += _drop_identities(program)
         notes += select_by_masks(program)
         write_roots(program)

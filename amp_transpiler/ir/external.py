@@ -59,6 +59,8 @@ class Layout:
         self.location = _location(path, external_data)
         held = [(v, values.get(v, v.data)) for v in _contents(program, values)]
         self.places = self._place(self._moved(program, held, external_data))
+        #: The data file of the model that this one replaces, and which this one does not have.
+        self.left: Path | None = None
         #: By name: content of the main graph that goes into the model file past protobuf.
         self.past: dict[str, RawTensor | CastTensor] = {}
         if path is not None:
@@ -117,6 +119,10 @@ class Layout:
             )
         if self.places and not named:
             check_unnamed(path, beside)
+        usual = path.parent / _location(path, None)
+        written = bool(self.places) and same_file(beside, usual)
+        if not written and belongs(path, usual) and not any(same_file(file, usual) for file in read):
+            self.left = usual
 
     def content(self, variable: Variable, data: Any) -> Tensor:
         """The TensorProto of a variable in the model that is written."""
@@ -152,6 +158,8 @@ class Layout:
                 stream.write(piece)
 
         group.add(self.path, write)
+        if self.left is not None:
+            group.leave(self.left)
 
     def _write_data(self, stream: BinaryIO) -> None:
         for variable, (offset, _) in self.places.items():
@@ -164,11 +172,16 @@ class Layout:
 
 def check_unnamed(path: Path, beside: Path) -> None:
     """ArgumentError where the data file that nobody named is there, and the model at ``path`` does not refer to it."""
-    if os.path.exists(beside) and not any(same_file(file, beside) for file in model_files(path)):
+    if os.path.exists(beside) and not belongs(path, beside):
         raise ArgumentError(
             f"'{beside}' is there, and is not the data of a model '{path.name}'; remove it, or give "
             f"external_data (--external-data) the name '{beside.name}' to replace it"
         )
+
+
+def belongs(path: Path, beside: Path) -> bool:
+    """Whether a file is there, and is data of the model at ``path``."""
+    return os.path.exists(beside) and any(same_file(file, beside) for file in model_files(path))
 
 
 def _contents(program: Graph, values: dict[Variable, Any]) -> list[Variable]:

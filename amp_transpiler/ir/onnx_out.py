@@ -256,7 +256,7 @@ class _Writer:
         for entry in source.value_info if source else []:
             if entry.alive:
                 graph.value_info.append(entry.written())
-                declared.add(entry.proto.name)
+                declared.add(graph.value_info[-1].name)
         outputs = {v.key for v in program.outputs}
         for op in program.operators:
             if op.domain == OWN:

@@ -142,6 +142,14 @@ def listed_inputs(program: Graph) -> set[Variable]:
     return {entry.variable for entry in source.inputs if entry.variable is not None} if source else set()
 
 
+def hand_over(old: Variable, new: Variable) -> None:
+    """Let what the file said of a variable be said of the one that takes its place, unless it spoke of that one too."""
+    entries = source.value_info if (source := source_of(old.program)) else []
+    if not any(entry.variable is new for entry in entries):
+        for entry in entries:
+            entry.variable = new if entry.variable is old else entry.variable
+
+
 def set_source(program: Graph, source: Source) -> None:
     """Let the program remember its file."""
     program.info.extra[_KEY] = source

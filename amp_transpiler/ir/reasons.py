@@ -88,6 +88,7 @@ class Kind(Enum):
     AFTER = "after {subject}: {cause}"
     COUNTS = "integer-valued: it computes with the integers of '{subject}'"
     BECOMES_INTEGER = "becomes an integer in '{subject}'"
+    COMPARES = "compares elements of '{subject}' with each other"
     MASK = "'{subject}' is a mask"
     MASKS = "adds masks in a sum of more than share the range of the format"
     PARAMETER_MASK = "parameter '{subject}' holds a mask beyond {detail}"

@@ -65,6 +65,7 @@ class Traits:
     ``settings``: bounds, sizes, ratios, fill values, weights of classes: numbers that configure it.
     ``starts``: states that each example of a batch begins with.
     ``biases``: what is added to a sum of products, or to the variance of a norm.
+    ``places``: where in an image it reads, in pixels or in parts of the image.
     """
 
     moves: tuple[int, ...] | None = ()
@@ -98,3 +99,4 @@ class Traits:
     settings: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
     biases: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()

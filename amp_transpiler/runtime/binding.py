@@ -36,6 +36,9 @@ from amp_transpiler.runtime.session import plain_message
 from amp_transpiler.runtime.shards import Sent
 from amp_transpiler.runtime.states import NEVER, State, States
 
+#: Element types of what onnxruntime binds to no memory; "" of what is no tensor.
+UNBOUND = frozenset({"", "string", "complex64", "complex128"})
+
 
 @dataclass
 class Update:
@@ -304,6 +307,12 @@ class PlainStep:
                 f"program '{program}' is trained by several ranks, and feeds or fetches what is no tensor of numbers; "
                 "leave that out of the training program"
             )
+        given = (port.variable for port in (*lowered.fetches, *lowered.updates) if port.dtype == "bfloat16")
+        if (rounded := next(given, None)) is not None:
+            raise ExecutionError(
+                f"program '{program}': '{rounded}' is bfloat16, which onnxruntime does not hand out beside feeds and "
+                "fetches that are sequences, strings or complex numbers; fetch it without them, or cast it to float32"
+            )
         self.session, self.place, self.program = session, place, program
         self.feeds, self.fetches, self.scalars = lowered.feeds, lowered.fetches, lowered.scalars
         self.states = States(lowered.states, place, program, startup)
@@ -349,7 +358,7 @@ def _scalar_value(what: str, place: Place) -> float:
 
 def needs_plain(lowered: Lowered) -> bool:
     """Whether a feed or fetch is no tensor that onnxruntime can bind to memory."""
-    return any(port.dtype in ("", "string", "complex64", "complex128") for port in (*lowered.feeds, *lowered.fetches))
+    return any(port.dtype in UNBOUND for port in (*lowered.feeds, *lowered.fetches))
 
 
 def by_data(decided: Sequence[str]) -> str:

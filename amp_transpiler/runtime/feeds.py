@@ -57,7 +57,7 @@ class Feeds:
         }
         self.required = [f for f in self.feeds.values() if f.required]
         self.used = {v.name for v in program.inputs if v.key in needed}
-        self.variables = {v.name: v.persistable for v in program.variables if not v.is_input}
+        self.variables = {v.name: _unfed(v) for v in program.variables if not v.is_input}
 
     def check(self, feed: Mapping[Any, Any] | None) -> dict[str, Any]:
         """The values that the run needs by name, each a contiguous array of the declared type, or an OrtValue.
@@ -116,12 +116,7 @@ class Feeds:
         unknown = [name for name in feed if name not in self.feeds]
         for name in unknown:
             if name in self.variables:
-                how = (
-                    "a persistable variable: set it with scope.set_var"
-                    if self.variables[name]
-                    else "computed by the program; it cannot be fed"
-                )
-                raise FeedError(f"feed '{name}' is no input of program '{self.program}' but {how}")
+                raise FeedError(f"feed '{name}' is no input of program '{self.program}' but {self.variables[name]}")
             hint = near_names(name, [*missing, *self.feeds]) or f"it has {_names(self.feeds)}"
             raise FeedError(f"program '{self.program}' has no input '{name}'; {hint}")
         if missing:
@@ -196,6 +191,13 @@ def _named(feed: Mapping[Any, Any] | None) -> Mapping[str, Any]:
         twice = next(key.name for key in feed if isinstance(key, Variable) and key.name in feed)
         raise ArgumentError(f"feed has '{twice}' twice, as a variable and by its name")
     return named
+
+
+def _unfed(variable: Variable) -> str:
+    """What a variable is that is no input."""
+    if variable.persistable:
+        return "a persistable variable: set it with scope.set_var"
+    return "a constant: leave it out" if variable.data is not None else "computed by the program; it cannot be fed"
 
 
 def _holds_arrays(value: Any) -> bool:

@@ -65,6 +65,17 @@ def test_sequences_are_measured() -> None:
     assert found.leaving.cause.value == "overflow" and found.leaving.largest == 90000
 
 
+def test_sequences_are_measured_beside_bfloat16() -> None:
+    """Which onnxruntime hands out as no array, where a run gives a sequence too."""
+    text = (
+        "m (float[2,8] x) => (float[2,8] y) { b = Cast<to=16>(x) m = Mul(b, b) f = Cast<to=1>(m)"
+        " s = SplitToSequence<axis=0>(f) y = ConcatFromSequence<axis=0>(s) }"
+    )
+    model = onnx.parser.parse_model('<ir_version: 8, opset_import: ["" : 17]>\n' + text)
+    found = amp.check_model(model, data={"x": np.full((2, 8), 1 / 3, np.float32)})
+    assert found.ok and 0 < found.outputs["y"] < 0.01
+
+
 def test_what_is_not_followed_is_named() -> None:
     text = (
         "m (float16[2,64] x) => (float16[2,8] y) <float16[64,8] w, uint8[8,2,16] b, float16[16] scales>"

@@ -297,3 +297,15 @@ def test_sequences_of_known_length_become_tensors() -> None:
     after = converted(text)
     assert not any("Sequence" in kind for kind in types(after))
     assert sum(node.op_type == "Cast" for node in after.graph.node) == 3, "one at each fp32 input and output"
+
+
+def test_a_shape_that_the_file_says_of_a_copy_stays_known() -> None:
+    """Nobody infers it: a second conversion would weigh the operators that follow by another size."""
+    after = amp.convert(
+        model(
+            "(float[20] x, int64[R] to) => (float[n] y) <float[4, 5] c> { r = Reshape(x, to)  c = Identity(r)  y = Relu(c) }"
+        )
+    ).to_onnx()
+    assert types(after) == ["Reshape", "Relu"]
+    (info,) = (info for info in after.graph.value_info if info.name == "r")
+    assert [d.dim_value for d in info.type.tensor_type.shape.dim] == [4, 5]

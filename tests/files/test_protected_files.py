@@ -14,7 +14,7 @@ from onnx import TensorProto, numpy_helper
 
 import amp_transpiler as amp
 from amp_transpiler.cli import main
-from amp_transpiler.errors import ArgumentError, ModelFileError
+from amp_transpiler.errors import ArgumentError, ModelFileError, ModelFileWriteError
 from amp_transpiler.files import check_outputs
 from tests.helpers.external_nets import X, contents, convert, external, net, net_at, outputs
 
@@ -130,11 +130,48 @@ def test_a_data_file_that_nobody_named_is_not_replaced(tmp_path: Path, capsys: p
     assert set(contents(tmp_path)) == {"in/net.onnx", "in/net.onnx.data", "out.onnx.data"}
     assert convert(capsys, path, out, "--external-data", "out.onnx.data")[0] == 0  # named
     assert convert(capsys, path, out)[0] == 0  # it is the model's own now
-    left = (tmp_path / "out.onnx.data").read_bytes()
     amp.Program.from_onnx(path).to_onnx(tmp_path / "in" / "inside.onnx", external_data=False)
     status, told, _ = convert(capsys, tmp_path / "in" / "inside.onnx", out)
+    assert status == 0 and "from before" not in told and not (tmp_path / "out.onnx.data").exists(), (
+        "gone with its model"
+    )
+    (tmp_path / "out.onnx.data").write_text("mine")
+    status, told, _ = convert(capsys, tmp_path / "in" / "inside.onnx", out)
     assert status == 0 and f"'{out}.data' lies there from before; {out} has no use for it" in told
-    assert (tmp_path / "out.onnx.data").read_bytes() == left, "nothing is removed"
+    assert (tmp_path / "out.onnx.data").read_text() == "mine", "nothing else is removed"
+
+
+@pytest.mark.parametrize("choice", [False, "weights.bin"])
+def test_data_goes_with_the_model_that_it_belonged_to(tmp_path: Path, choice: bool | str) -> None:
+    path, out = net(tmp_path / "in"), tmp_path / "out.onnx"
+    program, expected = amp.Program.from_onnx(path), outputs(path)
+    program.to_onnx(out)
+    program.to_onnx(out, external_data=choice)
+    assert sorted(contents(tmp_path)) == sorted(
+        ["in/net.onnx", "in/net.onnx.data", "out.onnx", *([choice] if isinstance(choice, str) else [])]
+    )
+    program.to_onnx(out)
+    assert all(np.array_equal(a, b) for a, b in zip(outputs(out), expected, strict=True))
+
+
+def test_data_stays_that_is_read_or_whose_model_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = net(tmp_path)
+    data = (tmp_path / "net.onnx.data").read_bytes()
+    program = amp.Program.from_onnx(path)
+    program.to_onnx(path, external_data="weights.bin")
+    assert (tmp_path / "net.onnx.data").read_bytes() == data, "the program still reads it"
+    amp.Program.from_onnx(path).to_onnx(tmp_path / "out.onnx")
+    before = contents(tmp_path)
+
+    def full(path: object, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(ModelFileWriteError):
+        patch.setattr(os, "replace", full)
+        amp.Program.from_onnx(path).to_onnx(tmp_path / "out.onnx", external_data=False)
+    assert contents(tmp_path) == before, "a write that fails removes nothing"
 
 
 def test_training_takes_along_the_external_data_that_it_does_not_touch(

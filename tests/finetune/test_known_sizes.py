@@ -9,6 +9,7 @@ import onnx
 import pytest
 
 import amp_transpiler as amp
+from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.nn import functional as F
 
 
@@ -90,3 +91,32 @@ def test_sequences_of_known_pieces_are_tensors(mode: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5 if mode == "fp32" else 1e-2, atol=1e-6)
     losses = [float(exe.run(program, feed, [loss], scope)[0]) for _ in range(20)]
     assert losses[-1] < 0.6 * losses[0]
+
+
+def test_a_loop_whose_end_is_computed_of_what_is_given_for_good_puts_pieces_together() -> None:
+    """As torch exports an EmbeddingBag: each turn adds a piece to a sequence, and the turns are computed of the bags."""
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+        net (float[3,4] x, int64[2] rows) => (float[n,4] y)
+          <float[4,4] w = {1, 2, 0, 1, 0, 1, 3, 1, 2, 0, 1, 1, 1, 0, 2, 0}, int64 one = {1}, bool yes = {1},
+           int64 start = {0}, int64[1] zero = {0}>
+        {
+          h = MatMul (x, w)  bags = Gather (rows, one)  none = SequenceEmpty <dtype = 1> ()
+          count, all = Loop (, yes, start, none)
+            <body = b (int64 i, bool go, int64 at, seq(float[k,4]) s) => (bool on, int64 next, seq(float[k,4]) t) {
+              step = CastLike (one, at)  next = Add (at, step)  on = Less (next, bags)
+              row = Gather (h, at)  piece = Unsqueeze (row, zero)  t = SequenceInsert (s, piece) }>
+          y = ConcatFromSequence <axis = 0> (all)
+        }"""
+    program = amp.Program.from_onnx(onnx.parser.parse_model(text))
+    w = as_array(program.var("w").data)
+    amp.prepare_training(program, values={"rows": [0, 2]})
+    assert [op.type for op in program.operators] == ["MatMul", *["Gather", "Unsqueeze"] * 2, "Concat"]
+    with amp.program_guard(program, program.startup), amp.unique_name.guard():
+        loss = F.mean(F.square(program.outputs[0]))
+        amp.optimizer.SGD(0.01).minimize(loss)
+    scope, exe = amp.Scope(), amp.Executor(threads=1)
+    exe.run(program.startup, scope=scope)
+    x = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    exe.run(program, {"x": x}, [loss], scope)
+    gradient = x[:2].T @ (2 * (x[:2] @ w) / 8)
+    np.testing.assert_allclose(scope.find_var("w"), w - 0.01 * gradient, rtol=1e-5)

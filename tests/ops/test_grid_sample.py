@@ -140,5 +140,4 @@ def test_a_spatial_transformer_trains(mode: str) -> None:
     feed = {"image": image, "places": places, "target": target.astype(np.float32)}
     losses = [float(executor.run(program, feed=feed, fetch_list=[loss], scope=scope)[0]) for _ in range(80)]
     assert losses[-1] < 0.02 * losses[0]
-    theta = scope.find_var("theta_fp32_master_0" if pure else "theta")
-    np.testing.assert_allclose(theta, moved, atol=0.03)
+    np.testing.assert_allclose(scope.find_var("theta"), moved, atol=0.03)  # fp32 in every mode: it makes places

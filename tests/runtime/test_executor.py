@@ -218,6 +218,14 @@ def test_sequences_in_16_bit_keep_their_type(cpu: Executor) -> None:
     assert x.dtype == y.dtype == np.float16 and y.tolist() == [2.25, float(np.float16(0.1) * np.float16(0.1))]
 
 
+def test_bfloat16_beside_a_sequence_is_named(cpu: Executor) -> None:
+    program = program_of("""<ir_version: 10, opset_import: ["" : 21]>
+    f (float[2] x) => (seq(float[2]) q, bfloat16[2] y) { y = Cast<to=16>(x) q = SequenceConstruct(x) }""")
+    with pytest.raises(ExecutionError, match="'y' is bfloat16, .* beside feeds and fetches that are sequences"):
+        cpu.run(program, {"x": np.ones(2, np.float32)}, ["q", "y"])
+    assert cpu.run(program, {"x": np.ones(2, np.float32)}, ["y"])[0].tolist() == [1, 1]
+
+
 # -- compiling ------------------------------------------------------------------------------------------
 def test_one_session_for_each_signature(exe: Executor, scope: Scope, monkeypatch: pytest.MonkeyPatch) -> None:
     from amp_transpiler.runtime import executor

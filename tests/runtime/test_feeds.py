@@ -43,6 +43,13 @@ BAD_FEEDS: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
+def test_a_constant_that_the_file_lists_as_an_input_is_named(exe: Executor) -> None:
+    program = program_of("""<ir_version: 10, opset_import: ["" : 21]>
+    f (int64[2] x, int64[2] c) => (int64[2] y) <int64[2] c = {1, 2}> { y = Add(x, c) }""")
+    with pytest.raises(FeedError, match="feed 'c' is no input of program 'f' but a constant: leave it out"):
+        exe.run(program, {"x": np.zeros(2, np.int64), "c": np.zeros(2, np.int64)}, ["y"])
+
+
 @pytest.mark.parametrize("case", BAD_FEEDS)
 def test_bad_feeds_are_named_before_anything_runs(exe: Executor, scope: Scope, case: str) -> None:
     feed, kind, message = BAD_FEEDS[case]

@@ -12,7 +12,9 @@ from amp_transpiler.ir.nodes import Operator, Variable
 
 #: Pieces that one sequence may have.
 _MOST = 256
-_READERS = frozenset({"SequenceAt", "SequenceLength", "ConcatFromSequence", "SequenceInsert", "SequenceErase"})
+#: What makes a sequence of one.
+_CHANGES = frozenset({"SequenceInsert", "SequenceErase", "Identity"})
+_READERS = _CHANGES | {"SequenceAt", "SequenceLength", "ConcatFromSequence"}
 
 
 def expand_sequences(program: Graph) -> bool:
@@ -52,7 +54,7 @@ def _only_read(sequence: Variable) -> bool:
             index = None if position is None else op.input(position)
             if index is not None and constant_array(index) is None:
                 return False
-            if op.type in ("SequenceInsert", "SequenceErase") and op.outputs[0] not in seen and op.outputs[0]:
+            if op.type in _CHANGES and op.outputs[0] not in seen and op.outputs[0]:
                 seen.add(op.outputs[0])
                 pending.append(op.outputs[0])
     return True
@@ -66,8 +68,8 @@ def _pieces(op: Operator, before: list[Variable] | None) -> list[Variable] | Non
         return []
     if op.type == "SplitToSequence":
         return _split(op)
-    if before is None:
-        return None
+    if before is None or op.type == "Identity":
+        return before
     if op.type == "SequenceInsert" and op.inputs[1] is not None:
         where = _index(op, 2)
         place = len(before) if where is None else where + len(before) * (where < 0)

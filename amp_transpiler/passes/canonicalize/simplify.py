@@ -7,7 +7,7 @@ from amp_transpiler.ir.decompose import Parts, write_instead
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import constant_array, static
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.proto_residue import listed_inputs
+from amp_transpiler.ir.proto_residue import hand_over, listed_inputs
 from amp_transpiler.ir.tensors import tensor_type
 from amp_transpiler.ir.types import ONNX_TYPES
 from amp_transpiler.passes.canonicalize.matching import maker, number, remove
@@ -63,6 +63,7 @@ def remove_identities(program: Graph, names: frozenset[str], keep: frozenset[Ope
         program.replace_uses(made, read)
         if read.shape is None and read not in program.inputs and read.outer is None:
             read.shape = made.shape
+            hand_over(made, read)
         if op.type == "Where":
             remove(op, {read})
         else:

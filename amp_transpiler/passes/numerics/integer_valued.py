@@ -80,7 +80,7 @@ def _forwards(ops: list[Operator], constraints: Constraints) -> None:
         compares = traits_of(op).compares
         if not (name in _ARITHMETIC or compares or _ends(op) or moves(op) or _outer_product(op, name)):
             continue
-        read_floats = [source(v) for v in _operands(op)]
+        read_floats = [source(v) for v in operands(op)]
         origin = next((counted[v] for v in read_floats if v in counted), None)
         if origin is None or not all(v in counted or _is_number(v) for v in read_floats):
             continue
@@ -97,7 +97,7 @@ def _ends(op: Operator) -> bool:
     return traits.periodic and traits.bounded is not None
 
 
-def _operands(op: Operator) -> list[Variable]:
+def operands(op: Operator) -> list[Variable]:
     """The floats that it computes with, or moves."""
     moved = moves(op)
     return [v for slot, v in enumerate(op.inputs) if v is not None and is_float(v) and (not moved or moves(op, slot))]
@@ -105,7 +105,7 @@ def _operands(op: Operator) -> list[Variable]:
 
 def _is_computed_size(op: Operator, name: str) -> bool:
     """Whether it computes with constants alone: a size that an exporter left to compute, as the root of a count."""
-    return name in _ARITHMETIC and all(_is_number(source(v)) for v in _operands(op))
+    return name in _ARITHMETIC and all(_is_number(source(v)) for v in operands(op))
 
 
 def _computes_scale(op: Operator) -> bool:
@@ -158,6 +158,6 @@ def _backwards(ops: list[Operator], constraints: Constraints) -> None:
         if target is None or not (name in _ROUNDS or moves(op) or _is_computed_size(op, name)):
             continue
         constraints.keep(op, Reason(Kind.BECOMES_INTEGER, target))
-        for variable in _operands(op):
+        for variable in operands(op):
             if not is_constant(source(variable)):
                 becomes.setdefault(source(variable), target)

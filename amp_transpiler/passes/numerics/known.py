@@ -17,9 +17,11 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS, SHORT
 from amp_transpiler.lists import AutoMixedPrecisionLists
+from amp_transpiler.passes.numerics.comparisons import keep_comparisons
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.integer_valued import keep_integer_valued
 from amp_transpiler.passes.numerics.overflow_rules import apply_overflow_rules
+from amp_transpiler.passes.numerics.places import keep_places
 from amp_transpiler.passes.numerics.quantised import keep_quantised
 from amp_transpiler.passes.numerics.ranges import Ranges
 from amp_transpiler.passes.numerics.rounding_loss import check_constants
@@ -33,12 +35,14 @@ from amp_transpiler.passes.view.typing import operator_name
 def known_constraints(
     program: Graph, dtype: str, ranges: Ranges, progress: Callable[[str], None] = lambda stage: None
 ) -> Constraints:
-    """The constraints of constants, integers held as floats, patterns and intervals; the program is not changed."""
+    """The constraints of constants, integers, places, patterns and intervals; the program is not changed."""
     constraints, flow = Constraints(), Flow(program)
     progress("constants")
     check_constants(program, dtype, constraints, flow, ranges.extremes)
     progress("integers and ranges")
     keep_integer_valued(program, constraints)
+    keep_places(flow, constraints)
+    keep_comparisons(flow, constraints)
     keep_quantised(program, constraints)
     apply_overflow_rules(program, dtype, ranges, constraints, flow)
     return constraints

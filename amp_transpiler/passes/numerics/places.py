@@ -1,0 +1,60 @@
+"""Places in an image (sampling grids, regions, boxes): 16 bit holds them to half a pixel from 1024 pixels on.
+
+Backwards from what reads there: through what moves them, elementwise arithmetic, and matrices that turn coordinates.
+What else makes them is fp32 as well where it makes the places themselves, as a layer that predicts regions; where only
+arithmetic makes places of its results, as of a flow that is added to a grid, these may be 16 bit.
+"""
+
+from __future__ import annotations
+
+from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.opdef import moves, traits_of
+from amp_transpiler.ir.reasons import Kind, Reason
+from amp_transpiler.passes.numerics.constraints import Constraints
+from amp_transpiler.passes.numerics.integer_valued import operands
+from amp_transpiler.passes.numerics.overflow_propagation import summed_terms
+from amp_transpiler.passes.view.constants import is_constant
+from amp_transpiler.passes.view.flow import Flow
+from amp_transpiler.passes.view.names import source
+from amp_transpiler.passes.view.typing import is_float
+
+#: Coordinates of a place: three, and the 1 by which a matrix shifts them.
+_COORDINATES = 4
+
+
+def keep_places(flow: Flow, constraints: Constraints) -> None:
+    """Add to ``constraints`` the operators that read at places in an image, and those that compute the places.
+
+    What an earlier conversion did to the program makes no difference. Linear in its size.
+    """
+    if not any(kind.places for kind in flow.kinds.values()):
+        return
+    why = Reason(Kind.PLACES)
+    #: What becomes places, and whether it holds them as it is.
+    becomes: dict[Variable, bool] = {}
+    for op, _, _ in reversed(flow.steps):
+        places = traits_of(op).places
+        if places:
+            constraints.keep(op, why)
+            becomes |= {source(v): True for v in map(op.input, places) if v is not None and is_float(v)}
+            continue
+        made = [becomes[v] for v in op.outputs if v is not None and v in becomes]
+        whole = moves(op) or _turns(op, flow)
+        passes = whole or traits_of(op).elementwise
+        if not (any(made) or (made and passes)) or op.attrs.programs:
+            continue
+        constraints.keep(op, why)
+        held = any(made) and whole
+        for variable in map(source, operands(op)) if passes else ():
+            if not is_constant(variable):
+                becomes[variable] = held or becomes.get(variable, False)
+
+
+def _turns(op: Operator, flow: Flow) -> bool:
+    """Whether it combines the coordinates of each place, as the product of a grid with an affine matrix."""
+    x = op.input(0)
+    if op.type == "MatMul":
+        terms = x.shape[-1] if x is not None and x.shape else None
+    else:
+        terms = summed_terms(op, flow)
+    return isinstance(terms, int) and terms <= _COORDINATES
