@@ -21,7 +21,7 @@ def keep_comparisons(flow: Flow, constraints: Constraints) -> None:
 
     What an earlier conversion did to the program makes no difference.
     """
-    for op, _, read in flow.steps:
+    for op, _, read in flow.steps if any(kind.compares for kind in flow.kinds.values()) else ():
         if not traits_of(op).compares or len(read) != 2:
             continue
         left, right = (_chosen_from(variable, flow) for variable in read)
