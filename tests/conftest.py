@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--place", metavar="KIND", help="compute what proves rules (gradcheck, forwardcheck) on this place"
     )
-    parser.addoption("--examples", type=int, default=200, metavar="N", help="random models to convert (default: 200)")
+    parser.addoption("--examples", type=int, default=150, metavar="N", help="random models to convert (default: 150)")
     parser.addoption(
         "--every-chain",
         action="store_true",

@@ -263,8 +263,16 @@ def light(name: str) -> tuple[onnx.ModelProto, dict[str, np.ndarray], list[Any]]
     return model, feed, full.run(None, feed)
 
 
-@pytest.mark.parametrize("mode", ["pure", "mixed", "auto"])
-@pytest.mark.parametrize("name", ["light_squeezenet", "light_inception_v1", "light_shufflenet"])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("light_squeezenet", "pure"),
+        ("light_squeezenet", "mixed"),
+        ("light_squeezenet", "auto"),
+        ("light_inception_v1", "mixed"),
+        ("light_shufflenet", "auto"),
+    ],
+)
 def test_activations_beyond_the_format_on_the_data_stay_fp32(name: str, mode: str) -> None:
     """The dummy weights of the first two bring activations to 9e9 and beyond."""
     model, feed, full = light(name)

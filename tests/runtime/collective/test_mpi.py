@@ -94,7 +94,7 @@ def test_a_rank_that_never_comes_to_init_is_named() -> None:
     status, said = ran("absent")
     assert status == 1
     assert re.search(
-        r"DistributedError: rank 0 waited 4.0 s for ranks 1 to come to amp.distributed.init\(\)\n", said
+        r"DistributedError: rank 0 waited 2.0 s for ranks 1 to come to amp.distributed.init\(\)\n", said
     ), said
 
 
