@@ -70,13 +70,17 @@ def load_inference_model(
 ) -> tuple[Program, list[str], list[Variable]]:
     """The program of a model file, the names of its feeds, and its fetch variables; parameters go into ``scope``.
 
-    They replace variables of the same names there: give the model a scope of its own (``scope_guard(Scope())``, or
-    ``scope=``) where others must stay. ModelFileError and GraphError as :meth:`Program.from_onnx`.
+    They replace variables of the same names there, and their fp32 master weights: give the model a scope of its own
+    (``scope_guard(Scope())``, or ``scope=``) where others must stay. ModelFileError and GraphError as
+    :meth:`Program.from_onnx`.
     """
     executor = given_executor(executor, "load_inference_model takes an Executor as second argument")
     program = Program.from_onnx(path)
     if program.startup is not None:
-        executor.run(program.startup, scope=check_scope(scope))
+        scope = check_scope(scope)
+        executor.run(program.startup, scope=scope)
+        for name in (v.name for v in program.variables if v.persistable and any(scope.masters(v.name))):
+            scope.set_var(name, scope.ort_value(name))
     return program, [v.name for v in program.inputs], list(program.outputs)
 
 

@@ -151,14 +151,14 @@ class Scope:
         if isinstance(value, onnx.TensorProto):
             value = onnx.numpy_helper.to_array(value)
         elif isinstance(value, (bool, int, float, list, tuple)):
-            source = next(self._masters(name), name)
+            source = next(self.masters(name), name)
             old = self._values.get(source)
             dtype = "float32" if source in self.elsewhere else None  # masters and accumulators
             value = literal(value, dtype if old is None else device_tensors.dtype_of(old), f"variable '{name}'")
         return device_tensors.from_array(value)
 
     # -- master weights -------------------------------------------------------------------------------
-    def _masters(self, name: str) -> Iterator[str]:
+    def masters(self, name: str) -> Iterator[str]:
         """The names of the master weights that a parameter has, here or on another rank."""
         return itertools.takewhile(lambda each: each in self._values or each in self.elsewhere, master_names(name))
 
@@ -171,7 +171,7 @@ class Scope:
             held = (self._values.get(name), self._values.get(owner))
             follows = name in self.elsewhere or (None not in held and _rounds_to(*map(device_tensors.to_array, held)))
             return {name: value} | (self._as_held(owner, value) if follows else {})
-        masters = list(self._masters(name))
+        masters = list(self.masters(name))
         if not masters:
             return {name: value}
         found = {name: value} | self._as_held(name, value)

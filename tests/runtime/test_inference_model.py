@@ -16,6 +16,7 @@ from amp_transpiler import nn
 from amp_transpiler.errors import AmpError, ArgumentError, ArgumentTypeError, GraphError, ScopeError
 from amp_transpiler.ir import unique_name
 from amp_transpiler.nn import functional as F
+from amp_transpiler.optimizer import SGD, decorate
 from amp_transpiler.program import Program, program_guard
 from amp_transpiler.runtime import (
     CPUPlace,
@@ -154,6 +155,26 @@ BAD: dict[str, tuple[list[str], list[str], str]] = {
     "no fetch": (["x"], [], "fetch_vars is empty"),
     "twice": (["x", "x"], ["y"], "names 'x' twice"),
 }
+
+
+def test_what_is_loaded_where_training_goes_on_reaches_the_masters(exe: Executor, tmp_path: Path) -> None:
+    main, startup = Program(), Program("startup")
+    with program_guard(main, startup), unique_name.guard():
+        x = nn.data("x", [2, 3], "float32")
+        y = nn.fc(x, 2)
+        test = main.clone(for_test=True)
+        optimizer = decorate(SGD(0.5, multi_precision=True), use_pure_fp16=True, use_fp16_guard=False)
+        optimizer.minimize(F.mean(F.cast(y * y, "float32")), startup)
+    scope, feed = Scope(), {"x": np.ones((2, 3), np.float32)}
+    exe.run(startup, scope=scope)
+    optimizer.amp_init(CPUPlace(), scope, test_program=test)
+    save_inference_model(tmp_path / "m.onnx", ["x"], [y.name], exe, test, scope=scope)
+    before = scope.find_var("fc_0.w_0")
+    for _ in range(3):
+        exe.run(main, feed, scope=scope)
+    load_inference_model(tmp_path / "m.onnx", exe, scope=scope)
+    np.testing.assert_array_equal(scope.find_var("fc_0.w_0"), before)
+    np.testing.assert_array_equal(scope.find_var("fc_0.w_0_fp32_master_0"), before.astype(np.float32))
 
 
 @pytest.mark.parametrize("case", BAD)
