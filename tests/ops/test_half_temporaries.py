@@ -107,7 +107,7 @@ _RECURRENT = "gates are computed in fp32, a step after the other"
 ALLOWED: dict[str, str] = {
     **dict.fromkeys(("Gather", "GatherElements", "GatherND"), _SUMS),
     **dict.fromkeys(("CumSum", "GridSample"), _NO_KERNEL),
-    **dict.fromkeys(("ReduceLogSum", "ReduceLogSumExp", "ReduceProd"), _INSIDE),
+    **dict.fromkeys(("ReduceLogSum", "ReduceProd"), _INSIDE),
     **dict.fromkeys(("GRU", "LSTM", "RNN"), _RECURRENT),
 }
 
