@@ -77,10 +77,7 @@ def load_inference_model(
     executor = given_executor(executor, "load_inference_model takes an Executor as second argument")
     program = Program.from_onnx(path)
     if program.startup is not None:
-        scope = check_scope(scope)
-        executor.run(program.startup, scope=scope)
-        for name in (v.name for v in program.variables if v.persistable and any(scope.masters(v.name))):
-            scope.set_var(name, scope.ort_value(name))
+        executor.run(program.startup, scope=check_scope(scope))
     return program, [v.name for v in program.inputs], list(program.outputs)
 
 

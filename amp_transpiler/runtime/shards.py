@@ -53,7 +53,8 @@ def elsewhere(program: Program) -> dict[str, int]:
 
 
 def settle(program: Program, values: Mapping[str, Any], scope: Scope, held: bool) -> None:
-    """Let a scope hold what a startup program has made, as far as it lies on this rank.
+    """Let a scope hold what a startup program has made, as far as it lies on this rank; master weights that it has not
+    made, as the file of a model, follow their parameters.
 
     ``held``: of what is dealt out, it has made what this rank keeps.
     """
@@ -62,6 +63,9 @@ def settle(program: Program, values: Mapping[str, Any], scope: Scope, held: bool
     scope.hold({**values, **({} if held else deal_out(program, values))})
     scope.leave(elsewhere(program))
     scope.deal(whole_rows(program), values)
+    for name in values:
+        if scope.has_var(name) and not values.keys() >= set(scope.masters(name)):
+            scope.set_var(name, scope.ort_value(name))
 
 
 def run_updates(program: Program, spread: bool) -> tuple[bool | Mapping[Variable, Variable], list[Variable]]:
