@@ -133,7 +133,8 @@ def _scope_values(program: Graph, scope: Any) -> dict[Variable, Any]:
             wanted = f"{variable.dtype}{'' if declared is None else list(declared)}"
             raise GraphError(
                 f"the scope holds '{variable.name}' as {dtype}{list(shape)}, program '{program.name}' wants {wanted}; "
-                "run the startup program (and amp_init or cast_parameters_to_fp16 where parameters are 16 bit) first"
+                "run the startup program first, and where parameters are 16 bit, amp_init(place, scope, "
+                "test_program=...) for a program that is tested, or cast_parameters_to_fp16"
             )
         values[variable] = array
     return values

@@ -53,8 +53,8 @@ def _reduction(name: str, type_: str, text: str) -> Callable[..., Variable]:
 
 mean = _reduction("mean", "ReduceMean", "Mean")
 sum = _reduction("sum", "ReduceSum", "Sum")
-max = _reduction("max", "ReduceMax", "Maximum (equal ones share the gradient)")
-min = _reduction("min", "ReduceMin", "Minimum (equal ones share the gradient)")
+max = _reduction("max", "ReduceMax", "Maximum (equal ones share the gradient; the CPU kernel may pass over NaN)")
+min = _reduction("min", "ReduceMin", "Minimum (equal ones share the gradient; the CPU kernel may pass over NaN)")
 prod = _reduction("prod", "ReduceProd", "Product")
 logsumexp = _reduction("logsumexp", "ReduceLogSumExp", "Logarithm of the sum of exp(x)")
 
@@ -82,8 +82,12 @@ def var(x: Variable, axis: Axis = None, unbiased: bool = True, keepdim: bool = F
 
 @function("nn.reduction")
 def std(x: Variable, axis: Axis = None, unbiased: bool = True, keepdim: bool = False) -> Variable:
-    """Square root of :func:`var`."""
-    return append("std", "Sqrt", [var(x, axis, unbiased, keepdim)])
+    """Square root of :func:`var`; of elements that are all alike it is 0, and so is its gradient."""
+    call, spread = "std", var(x, axis, unbiased, keepdim)
+    prefix, zero, one = fresh(call), constant(x, 0), constant(x, 1)
+    alike = append(call, "Equal", [spread, zero], prefix=prefix)
+    root = append(call, "Sqrt", [append(call, "Where", [alike, one, spread], prefix=prefix)], prefix=prefix)
+    return append(call, "Where", [alike, zero, root], prefix=prefix)
 
 
 @function("nn.reduction")

@@ -50,3 +50,25 @@ def test_every_function_is_tried_somewhere() -> None:
     """A function that is added to F without a test fails here."""
     text = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     assert [name for name in F.__all__ if not re.search(rf"F\.{name}\b", text) and name not in CASES] == []
+
+
+@pytest.mark.parametrize("mode", ["fp32", "pure"])
+def test_the_deviation_of_what_is_alike_has_no_slope(mode: str) -> None:
+    """Not NaN, as the slope of a root at 0 would make it; other rows have theirs."""
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        rows = np.float32([[2, 2, 2, 2], [1, 2, 3, 4]])
+        x = amp.create_parameter([2, 4], "float32", "x", default_initializer=amp.nn.initializer.Assign(rows))
+        spread = F.std(x, axis=1)
+        optimizer = amp.optimizer.SGD(0.0, multi_precision=mode == "pure")
+        if mode == "pure":
+            optimizer = amp.decorate(optimizer, use_pure_fp16=True, use_fp16_guard=False, init_loss_scaling=1.0)
+        _, ((_, gradient),) = optimizer.minimize(F.sum(F.cast(spread, "float32")), startup)
+    scope, exe = amp.Scope(), amp.Executor()
+    exe.run(startup, scope=scope)
+    if mode == "pure":
+        optimizer.amp_init(amp.CPUPlace(), scope)
+    found, slope = exe.run(main, fetch_list=[spread, gradient], scope=scope)
+    np.testing.assert_allclose(found, rows.std(1, ddof=1), rtol=2e-3)
+    expected = np.array([np.zeros(4), np.array([-1.5, -0.5, 0.5, 1.5]) / (3 * rows[1].std(ddof=1))])
+    np.testing.assert_allclose(slope, expected, rtol=5e-3)
