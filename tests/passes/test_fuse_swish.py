@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -100,3 +102,24 @@ def test_it_stays_fp32_where_a_list_says_so(name: str) -> None:
         optimizer.minimize(F.mean(F.cast(main.outputs[0], "float32")), main.startup)
     (op,) = (op for op in main.operators if op.type == "QuickGelu")
     assert op.precision == "float32" and str(op.reason) == "fp32: custom black list"
+
+
+@pytest.mark.parametrize("written", [F.silu, lambda x: x * F.sigmoid(x)])
+def test_programs_that_are_built_have_a_slope_where_dy_x_does_not_fit(written: Callable[[Any], Any]) -> None:
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        given = amp.nn.initializer.Assign(np.float32([1, 20, 100, 1000]))
+        x = amp.create_parameter([4], "float32", "x", default_initializer=given)
+        loss = F.sum(F.cast(written(x), "float32"))
+        optimizer = amp.decorate(
+            amp.optimizer.SGD(0.0, multi_precision=True),
+            use_pure_fp16=True,
+            use_fp16_guard=False,
+            init_loss_scaling=4096.0,
+        )
+        _, ((_, gradient),) = optimizer.minimize(loss, startup)
+    scope, exe = amp.Scope(), amp.Executor()
+    exe.run(startup, scope=scope)
+    optimizer.amp_init(amp.CPUPlace(), scope)
+    (slope,) = exe.run(main, fetch_list=[gradient], scope=scope)
+    np.testing.assert_allclose(slope.astype(np.float32) / 4096, [0.92767, 1, 1, 1], rtol=2e-3)

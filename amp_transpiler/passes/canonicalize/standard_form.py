@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from amp_transpiler.ir.decompose import decompose
 from amp_transpiler.ir.graph import Graph
+from amp_transpiler.passes.canonicalize.fuse_swish import fuse_swishes
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.canonicalize.unread_statistics import forget_unread_statistics
 from amp_transpiler.passes.pipeline import Context, Pass, Property
@@ -25,7 +26,8 @@ def standardize(program: Graph) -> None:
 
 @dataclass(frozen=True)
 class Canonicalize(Pass):
-    """Operators are at the target opset, and those without a gradient rule are decomposed where there is a way."""
+    """Operators are at the target opset, those without a gradient rule are decomposed where there is a way, and products
+    of a tensor and its sigmoid are one operator, whose gradient fits 16 bit where that of the product may not."""
 
     name = "canonicalize"
     needs = (Property.TYPED,)
@@ -33,3 +35,4 @@ class Canonicalize(Pass):
 
     def run(self, graph: Graph, context: Context) -> None:
         standardize(graph)
+        fuse_swishes(graph)
