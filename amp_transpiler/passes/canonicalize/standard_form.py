@@ -26,8 +26,8 @@ def standardize(program: Graph) -> None:
 
 @dataclass(frozen=True)
 class Canonicalize(Pass):
-    """Operators are at the target opset, those without a gradient rule are decomposed where there is a way, and products
-    of a tensor and its sigmoid are one operator, whose gradient fits 16 bit where that of the product may not."""
+    """Operators are at the target opset; those without a gradient rule are decomposed where there is a way; a product
+    of a tensor and its sigmoid is one operator, whose gradient fits 16 bit where that of the product may not."""
 
     name = "canonicalize"
     needs = (Property.TYPED,)
