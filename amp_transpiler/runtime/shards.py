@@ -64,7 +64,7 @@ def settle(program: Program, values: Mapping[str, Any], scope: Scope, held: bool
     scope.leave(elsewhere(program))
     scope.deal(whole_rows(program), values)
     for name in values:
-        if scope.has_var(name) and not values.keys() >= set(scope.masters(name)):
+        if scope.has_var(name) and not values.keys() >= set(filter(scope.has_var, scope.masters(name))):
             scope.set_var(name, scope.ort_value(name))
 
 
