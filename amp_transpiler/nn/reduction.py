@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from amp_transpiler.nn.building import (
     fixed,
     flag,
     fresh,
+    prefixed,
     real,
     variable,
     whole,
@@ -92,23 +94,54 @@ def std(x: Variable, axis: Axis = None, unbiased: bool = True, keepdim: bool = F
 
 @function("nn.reduction")
 def norm(x: Variable, p: float = 2, axis: Axis = None, keepdim: bool = False) -> Variable:
-    """Sum of |x| (``p`` = 1) or root of the sum of squares (``p`` = 2, also "fro"), in fp32. ``x``: float."""
-    types: dict[Any, str] = {1: "ReduceL1", 2: "ReduceL2", "fro": "ReduceL2"}
-    kind = types.get(p) if isinstance(p, Hashable) else None
-    if kind is None:
-        raise ArgumentError(f'norm: p={p!r}; known are 1, 2 and "fro"')
-    return _reduce("norm", kind, variable("norm", "x", x, dtypes=FLOATING), axis, keepdim)
+    """``sum(|x|**p)**(1/p)`` over ``axis``, or over everything: a vector's ``p``-norm. ``x``: float.
+
+    ``p``: 1 or more, "fro" for 2, infinity for the largest absolute value, -infinity for the smallest. In 16-bit
+    programs 1 and 2 are computed in fp32, others relative to the largest absolute value, so that no power overflows.
+    The gradient of a norm of zeros is 0.
+    """
+    call = "norm"
+    kept, prefix = flag(call, "keepdim", keepdim), fresh(call)
+    power = _power(call, 2 if p == "fro" else p)
+    variable(call, "x", x, dtypes=FLOATING)
+    if power in _NORMS:
+        return _reduce(call, _NORMS[power], x, axis, kept, prefix)
+    sizes = append(call, "Abs", [x], prefix=prefix)
+    if math.isinf(power):
+        return _reduce(call, "ReduceMax" if power > 0 else "ReduceMin", sizes, axis, kept, prefix)
+    largest = _reduce(call, "ReduceMax", sizes, axis, True, prefix)
+    none = append(call, "Equal", [largest, constant(x, 0)], prefix=prefix)
+    largest = append(call, "Where", [none, constant(x, 1), largest], prefix=prefix)
+    shares = append(call, "Div", [sizes, largest], prefix=prefix)
+    total = _reduce(
+        call, "ReduceSum", append(call, "Pow", [shares, constant(x, power)], prefix=prefix), axis, True, prefix
+    )
+    total = append(call, "Where", [none, constant(x, 1), total], prefix=prefix)
+    root = append(call, "Pow", [total, constant(x, 1 / power)], prefix=prefix)
+    y = append(
+        call, "Where", [none, constant(x, 0), append(call, "Mul", [root, largest], prefix=prefix)], prefix=prefix
+    )
+    return y if kept else _reduce(call, "ReduceSum", y, axis, False, prefix)
+
+
+_NORMS = {1.0: "ReduceL1", 2.0: "ReduceL2"}
+
+
+def _power(call: str, p: Any) -> float:
+    power = real(call, "p", p)
+    if not (power >= 1 or power == -math.inf):
+        raise ArgumentError(f'{call}: p is {p!r}; expected 1 or more, "fro" or -inf')
+    return power
 
 
 @function()
 def normalize(x: Variable, p: float = 2, axis: int = 1, epsilon: float = 1e-12) -> Variable:
-    """``x`` over its norm along ``axis``, which counts as at least ``epsilon``; zeros stay zeros. ``p``: 1 or 2."""
+    """``x`` over its :func:`norm` along ``axis``, which counts as at least ``epsilon``; zeros stay zeros."""
     call = "normalize"
     at = axis_of(call, axis, variable(call, "x", x, dtypes=FLOATING))
-    if p not in (1, 2):
-        raise ArgumentError(f"{call}: p={p!r}; known are 1 and 2")
     prefix = fresh(call)
-    size = _reduce(call, "ReduceL1" if p == 1 else "ReduceL2", x, at, True, prefix)
+    with prefixed(prefix):
+        size = norm(x, p, at, True)
     return append(call, "Div", [x, above_zero(call, size, real(call, "epsilon", epsilon), prefix)], prefix=prefix)
 
 
@@ -203,3 +236,25 @@ def cumsum(x: Variable, axis: int | None = None, dtype: Any = None) -> Variable:
     if axis is None:
         x, axis = append(call, "Reshape", [x, np.array([-1], np.int64)], prefix=prefix), 0
     return append(call, "CumSum", [x, np.array(axis_of(call, axis, x), np.int64)], prefix=prefix)
+
+
+@function()
+def cumprod(x: Variable, dim: int | None = None, dtype: Any = None) -> Variable:
+    """The product of everything up to each element along ``dim``; of ``x`` laid out flat where it is None.
+
+    The size of that dimension is known. Gradients are right beside zeros too. Products of neighbours are multiplied,
+    then of twos, fours, …, so that rounding grows with the logarithm of the size.
+    """
+    call = "cumprod"
+    x = as_type(variable(call, "x", x), dtype)
+    prefix = fresh(call)
+    if dim is None:
+        x, dim = append(call, "Reshape", [x, np.array([-1], np.int64)], prefix=prefix), 0
+    at = axis_of(call, dim, x, "dim")
+    size, step, one = fixed(call, "x", x, at), 1, constant(x, 1)
+    axes, front = np.array([at], np.int64), np.array([0], np.int64)
+    while step < size:
+        head = append(call, "Slice", [x, front, np.array([size - step], np.int64), axes], prefix=prefix)
+        before = append(call, "Pad", [head, np.array([step, 0], np.int64), one, axes], prefix=prefix)
+        x, step = append(call, "Mul", [x, before], prefix=prefix), step * 2
+    return x

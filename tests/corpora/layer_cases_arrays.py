@@ -143,6 +143,16 @@ ARRAYS: dict[str, Case] = {
         lambda T, t, x: x.var(1, unbiased=False, keepdim=True),
     ),
     "norm_1": ([X], lambda F, x: F.norm(x, 1, -1), lambda T, t, x: x.norm(1, -1)),
+    "norm_3": ([X], lambda F, x: F.norm(x, 3, -1), lambda T, t, x: x.norm(3, -1)),
+    "norm_inf": ([X], lambda F, x: F.norm(x, float("inf")), lambda T, t, x: x.norm(float("inf"))),
+    "norm_least": (
+        [X],
+        lambda F, x: F.norm(x, -float("inf"), 0, keepdim=True),
+        lambda T, t, x: x.norm(-float("inf"), 0, keepdim=True),
+    ),
+    "normalize_3": ([X], lambda F, x: F.normalize(x, 2.5), lambda T, t, x: T.normalize(x, 2.5)),
+    "cumprod": ([IMAGE], lambda F, x: F.cumprod(x, 1), lambda T, t, x: x.cumprod(1)),
+    "cumprod_zeros": ([IMAGE], lambda F, x: F.cumprod(F.relu(x), -1), lambda T, t, x: T.relu(x).cumprod(-1)),
     "normalize": ([X], lambda F, x: F.normalize(x), lambda T, t, x: T.normalize(x)),
     "normalize_1": ([X], lambda F, x: F.normalize(x, 1, 0), lambda T, t, x: T.normalize(x, 1, 0)),
     "cosine_similarity": (
