@@ -105,7 +105,7 @@ def _models(
             check_model(lowered.model, place, Settings(), of.name)
         except ExecutionError as error:
             given = ", ".join(f"{feed} {list(shape)}" for feed, shape in sizes.items())
-            raise ArgumentError(f"{CALL}: these shapes do not fit together: {given} ({error})") from None
+            raise ArgumentError(f"{CALL}: onnxruntime refuses the step at these shapes: {given} ({error})") from None
         return plain(lowered if left is None else same_everywhere(lowered, left), of.name)
 
     models = {"train": model(program, "train", programs.fetches, True)}
