@@ -306,3 +306,27 @@ def test_an_alarm_looks_at_the_losses_of_the_call_that_succeeded() -> None:
         optimizer.minimize(loss, startup)
     (counter,) = [op for op in main.operators if op.type == "CountBadSteps"]
     assert [v.name for v in counter.inputs[6:] if v is not None] == [loss.name]
+
+
+@pytest.mark.parametrize("optimizer", [amp.optimizer.Adam, amp.optimizer.Adagrad])
+def test_moments_under_scales_whose_square_is_out_of_range(optimizer: Any) -> None:
+    """A dynamic scale gets there in bfloat16. Gradients that are scaled by powers of two have the same bits."""
+
+    def trained(scale: float) -> list[bytes]:
+        main, startup = amp.Program(), amp.Program("startup")
+        with amp.program_guard(main, startup), amp.unique_name.guard():
+            constant = amp.nn.initializer.Constant(0.01)
+            y = amp.nn.fc(amp.data("x", [2, 512]), 512, bias_attr=False, param_attr=amp.ParamAttr("w", constant))
+            loss = F.mean(y * y)
+            scaled = amp.decorate(optimizer(0.01), dtype="bfloat16", scaler=amp.LossScaler.fixed(scale))
+            scaled.minimize(loss, startup)
+        executor, scope = amp.Executor(), amp.Scope()
+        executor.run(startup, scope=scope)
+        x = np.random.default_rng(0).normal(size=(2, 512)).astype(np.float32)
+        for _ in range(2):
+            executor.run(main, feed={"x": x}, fetch_list=[loss], scope=scope)
+        return [
+            np.asarray(scope.find_var(v.name)).tobytes() for v in main.variables if v.persistable and v.name[0] == "w"
+        ]
+
+    assert trained(2.0**70) == trained(2.0**-70) == trained(1.0)
