@@ -172,12 +172,28 @@ def test_a_state_of_another_scaler_is_refused() -> None:
         (amp.LossScale(1.0), "this one has good"),
         (amp.LossScale(1.0, 0, 0, 3), "has no bad_in_a_row"),
         (amp.LossScale(-1.0, 0, 0), "the loss scale is -1.0"),
+        (amp.LossScale(2.0, 2**31, 0), "the count 'good' of a loss scale is 2147483648; expected a number of int32"),
+        (amp.LossScale(2.0, 0, 1.5), "the count 'bad' of a loss scale is 1.5"),  # type: ignore[arg-type]
     ],
 )
 def test_a_state_that_lacks_a_counter_is_refused(state: amp.LossScale, message: str) -> None:
     loop = Loop(amp.LossScaler.paddle())
+    before = loop.state()
     with pytest.raises(ArgumentError, match=message):
         loop.optimizer.set_loss_scale_state(state, loop.scope)
+    assert loop.state() == before
+
+
+def test_the_scale_of_sums_is_not_changed_inside_of_a_window() -> None:
+    loop = Loop(amp.LossScaler.paddle(), accumulate_steps=2)
+    other = loop.state()._replace(scale=4.0)
+    loop.step(1.0)
+    with pytest.raises(OrderError, match="of which 1 of 2 runs are done; set it to 4 when the window is over"):
+        loop.optimizer.set_loss_scale_state(other, loop.scope)
+    loop.optimizer.set_loss_scale_state(loop.state(), loop.scope)
+    loop.step(1.0)
+    loop.optimizer.set_loss_scale_state(other, loop.scope)
+    assert loop.state() == other
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import amp_transpiler as amp
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.view.training_step import training_step
+from amp_transpiler.warn import AmpWarning
 from tests.helpers.tables import BATCH, IDS, ROWS, Recommender, looked_up, twice
 
 MODES = ("fp32", "mixed", "pure", "bf16")
@@ -251,3 +252,8 @@ def test_a_dense_gradient_of_a_sparse_table() -> None:
     before = net.table().copy()
     net.train(range(1))
     assert np.array_equal(net.table(), before - 0.5 * (before * np.float32(0.5)))
+
+
+def test_lazy_mode_of_sums_of_whole_tables_is_told() -> None:
+    with pytest.warns(AmpWarning, match="Adam: lazy_mode makes no difference to 'table'.* accumulate_steps adds it"):
+        Recommender(lambda _: amp.optimizer.Adam(0.01, lazy_mode=True), "mixed", accumulate_steps=2)
