@@ -16,6 +16,7 @@ from amp_transpiler.conversion.fold_constants import fold_values
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
 from amp_transpiler.finetune.import_weights import (
     adopt_named,
+    integers_left,
     leave_input_scaling,
     numbers_left,
     weights_from_constants,
@@ -187,6 +188,7 @@ def prepare_training(
         notes += restore_names(program) if restore else []
         notes += shared_by_layers(program)
         notes += numbers_left(program)
+        notes += integers_left(program)
         frozen = batch_norm == "frozen"
         notes += freeze_batch_norm(program) if frozen else train_batch_norm(program, batch_norm == "synchronized")
         notes += train_dropout(program)
@@ -272,7 +274,7 @@ def _select(
     if not program.parameters:
         raise ArgumentError(
             f"prepare_training: no parameter of program '{program.name}' is left to train (trainable="
-            f"{trainable!r}, freeze={freeze!r})"
+            f"{trainable!r}, freeze={freeze!r}){''.join('. ' + said for said in integers_left(program))}"
         )
 
 
