@@ -108,6 +108,7 @@ def prepare_training(
     RMS norms, SiLUs and rotary positions are those which onnxruntime has at every opset (SimplifiedLayerNormalization,
     QuickGelu, RotaryEmbedding); what is saved for inference has them written out. What exports of attention put in the
     place of NaN goes where no mask can make one: NaN of the scores would be hidden from the loss scaling.
+    Weights that pass a QuantizeLinear and a DequantizeLinear train; those that are stored as integers do not.
     BatchNormalization and Dropout train, an If on a constant is inlined, loops of known length are unrolled, what is
     computed of constants and of declared sizes is a constant, sequences of known pieces are tensors, what changes
     nothing (Identity, x + 0, x * 1) goes, its result being what it reads, and calls of the model's functions are
