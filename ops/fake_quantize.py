@@ -99,6 +99,9 @@ def _unlike(op: Operator) -> str:
     bounds = clip.inputs[1:] if clip is not None and clip is not before else ()
     if any(v is not None and _number(v) is None for v in bounds):
         return "its numbers are cut off at bounds that are computed"
+    learned = next((v.name for each in (op, before) if (v := each.input(1)) is not None and v.is_parameter), None)
+    if learned is not None:
+        return f"its scale '{learned}' is to be trained, and that of a pair is a constant: leave it out of trainable"
     for what, slot in (("scale", 1), ("zero point", 2)):
         if not _equal(op.input(slot), before.input(slot)):
             return f"its {what} is not that of {made}"

@@ -118,7 +118,7 @@ def test_pairs_are_computed_again_where_activations_are() -> None:
 
 #: As onnxruntime's quantiser writes a convolution: with the weight as floats or integers, biases as integers.
 QUANTISED = """<ir_version: 8, opset_import: ["" : 17]> net (float[2, 1, 6, 6] x, int64[2] label) => (float[2, 3] y)
-    <float s = {0.03}, uint8 z = {120}, float[3] t = {0.004, 0.005, 0.003}, int8[3] o = {0, 0, 0},
+    <float s = {0.03}, int8 z = {-8}, float[3] t = {0.004, 0.005, 0.003}, int8[3] o = {0, 0, 0},
     float[3] u = {0.00012, 0.00015, 0.00009}, int32[3] b = {500, -400, 300}, int32[3] n = {0, 0, 0}> {
     q = QuantizeLinear(x, s, z)  d = DequantizeLinear(q, s, z)  WEIGHT
     v = DequantizeLinear <axis = 0> (p, t, o)  c = DequantizeLinear <axis = 0> (b, u, n)

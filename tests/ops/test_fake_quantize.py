@@ -158,6 +158,13 @@ def test_a_scale_that_is_computed_of_what_is_trained_is_an_error() -> None:
         run(amp.Program.from_onnx(model), np.ones(4, np.float32))
 
 
+def test_a_scale_that_is_to_be_trained_is_an_error() -> None:
+    main = program(np.float32([[0.1, 2], [3, 4]]), np.float32(0.25).reshape(()), np.int8(0).reshape(()))
+    amp.prepare_training(main, trainable=["*", "s"])
+    with pytest.raises(GradientError, match="its scale 's.*' is to be trained, and that of a pair is a constant"):
+        run(main, np.ones((2, 2), np.float32))
+
+
 def test_scales_and_zero_points_of_equal_numbers_are_alike() -> None:
     text = """<ir_version: 10, opset_import: ["" : 21]> m (float[300] g) => (float[300] y)
         <float[300] s, float[300] t, float[300] x, uint8[300] z>

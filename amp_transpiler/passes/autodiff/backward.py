@@ -221,10 +221,8 @@ def _check_outputs(op: Operator, rule: Gradient | None, outs: list[Variable]) ->
 
 
 def _way_out(op: Operator) -> str:
-    return (
-        f"Freeze what lies before it (trainable = False, or no_grad_set), or register a rule with "
-        f"@amp.register_gradient('{op.full_type}', ...)"
-    )
+    rule = f", or register a rule with @amp.register_gradient('{op.full_type}', ...)" if quantizer(op) is None else ""
+    return f"Freeze what lies before it (trainable = False, or no_grad_set){rule}"
 
 
 def _check_rule(op: Operator, rule: Gradient | None, slots: list[int], captured: list[Variable]) -> None:
