@@ -78,6 +78,7 @@ class Kind(Enum):
     KEPT_SLOTS = "its slots stay fp32"
     ONE_TYPE = "its kernels take '{subject}' in {detail} alone, and it is {detail}"
     QUANTISED = "onnxruntime makes one integer kernel of '{subject}' and what quantises it, whose scales are fp32"
+    FAKE_QUANTISED = "quantises and brings back: the scale of the pair is fp32"
     # -- numbers -----------------------------------------------------------------------------------
     LOSS = "makes the loss"
     STATISTICS = "statistics of a normalisation"
