@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
 import numpy as np
 import onnx
 
@@ -23,6 +26,8 @@ _SLOTS = {
     "Mul": ("weight", "weight"),
     "Concat": ("token",) * 8,
 }
+#: Elements that are looked at first.
+_ELEMENTS = 64
 _MODULE = (None, "weight", "bias")  # Conv, Gemm and the normalisations
 
 
@@ -79,6 +84,22 @@ def module_of(op: Operator) -> str:
     return ".".join(parts)
 
 
+def called(ops: Iterable[Operator]) -> dict[Operator, str]:
+    """The modules of operators that read something: TorchScript counts the calls of one behind its name."""
+    modules = {op: module_of(op) for op in ops}
+    known = set(modules.values())
+    for op, module in modules.items():
+        first = re.sub(r"_\d+$", "", module) if op.name.startswith("/") else module
+        modules[op] = first if first in known else module
+    return modules
+
+
 def is_vector(variable: Variable) -> bool:
     """Whether it has one axis, beside those of 1: a bias, or a scale."""
     return sum(size != 1 for size in variable.shape or ()) <= 1
+
+
+def uniform(variable: Variable) -> bool:
+    """Whether all elements are alike: what a parameter is before it was trained."""
+    array = np.asarray(as_array(variable.data)).reshape(-1)
+    return bool(array.size) and bool((array[:_ELEMENTS] == array[0]).all()) and bool((array == array[0]).all())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ from amp_transpiler.finetune.train_mode import (
     train_dropout,
 )
 from amp_transpiler.ir.metadata import FULL, INITIALIZER
-from amp_transpiler.ir.nodes import BACKWARD, FORWARD, OWN, Variable
+from amp_transpiler.ir.nodes import BACKWARD, FORWARD, OWN, Operator, Variable
 from amp_transpiler.ir.parameter_names import names_of_parameter
 from amp_transpiler.ir.patterns import matching_names
 from amp_transpiler.ir.rollback import unchanged_on_error
@@ -156,7 +156,8 @@ def prepare_training(
         notes += _fix(program, values or {}, feed_shapes or {})
         notes += widen(program)
         convert_opset(program)
-        unrolled = expand_control_flow(program)
+        turns: dict[Operator, Hashable] = {}
+        unrolled = expand_control_flow(program, turns=turns)
         notes += weights_from_constants(program)
         notes += leave_input_scaling(program)
         listed = trainable if isinstance(trainable, Iterable) and not isinstance(trainable, str) else ()
@@ -164,7 +165,7 @@ def prepare_training(
         notes += [f"'{name}': trained, because named" for name in named]
         notes += once_for_all(program)
         notes += retie(program)
-        notes += untie(program, _matched(program, keep_tied, "keep_tied"))
+        notes += untie(program, _matched(program, keep_tied, "keep_tied"), turns)
         fold_values(program)
         if expand_control_flow(program):  # as loops whose end is folded
             unrolled = True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 
-from amp_transpiler.finetune.tied_weights import uniform
+from amp_transpiler.finetune.layer_names import uniform
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.parameter_names import made_up

@@ -6,11 +6,13 @@ Each function undoes one of these, in place, and returns what it did, in words.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 
-from amp_transpiler.finetune.layer_names import is_vector, module_of, name_of
+from amp_transpiler.finetune.called_layers import Calls, Use
+from amp_transpiler.finetune.layer_names import called, is_vector, module_of, name_of, uniform
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.parameter_names import made_up
 from amp_transpiler.ir.tensors import as_array
@@ -26,9 +28,10 @@ _ELEMENTS = 64  # of a tensor: enough to tell most apart before they are compare
 def retie(program: Program) -> list[str]:
     """Let a parameter that is a copy of another, perhaps transposed, be that other one.
 
-    Only for matrices: a language model's output layer and its embedding, say. Both have the same content, which no
-    training leaves by chance. Layers that were copied when the model was made, as PyTorch's transformers are, have it
-    until they are trained: what belongs to modules whose names differ in numbers alone stays apart.
+    A language model's output layer and its embedding, say, or the filters of a convolution that is called several
+    times. Both have the same content, which no training leaves by chance; vectors may. Layers that were copied when
+    the model was made, as PyTorch's transformers are, have it until they are trained: what belongs to modules whose
+    names differ in numbers alone stays apart.
     """
     notes: list[str] = []
     kept: dict[bytes, list[Variable]] = {}
@@ -38,13 +41,13 @@ def retie(program: Program) -> list[str]:
         if is_vector(variable) and made_up(variable.name):
             notes += _retie_vector(variable)
             continue
-        if len(variable.shape) != 2:
+        if is_vector(variable):
             continue
         array = np.asarray(as_array(variable.data))
         for other in kept.get(_digest(array), []):
             held = np.asarray(as_array(other.data))
             transposed = held.shape != array.shape or not np.array_equal(held, array)
-            if transposed and not (held.shape == array.shape[::-1] and np.array_equal(held.T, array)):
+            if transposed and not (array.ndim == 2 and held.shape == array.T.shape and np.array_equal(held.T, array)):
                 continue
             if len(_siblings((_owner_of(variable), _owner_of(other)))) > 1:
                 continue
@@ -89,8 +92,7 @@ def _is_shared(variable: Variable) -> bool:
     uses = variable.readers
     if len(uses) == 1 and uses[0][0].type == "Transpose" and uses[0][0].outputs[0] is not None:
         uses = uses[0][0].outputs[0].readers
-    modules = {module_of(op) for op, _ in uses}
-    return len({(op.type, slot) for op, slot in uses}) == 1 and len({_called(op, modules) for op, _ in uses}) > 1
+    return len({(op.type, slot) for op, slot in uses}) == 1 and len(set(called(op for op, _ in uses).values())) > 1
 
 
 def _owner_of(variable: Variable) -> str:
@@ -107,8 +109,9 @@ def _siblings(modules: Iterable[str]) -> list[str]:
 
 
 def _digest(array: np.ndarray) -> bytes:
-    """Equal for a matrix and its transpose."""
-    small = np.concatenate([np.diag(array)[:_ELEMENTS], [array.size]]).astype(np.float64)
+    """Equal for equal arrays, and for a matrix and its transpose."""
+    first = np.diag(array) if array.ndim == 2 else array.reshape(-1)
+    small = np.concatenate([first[:_ELEMENTS], [array.ndim, array.size]]).astype(np.float64)
     return small.tobytes()
 
 
@@ -122,21 +125,17 @@ def _share(variable: Variable, other: Variable, transposed: bool) -> None:
     program.remove_variable(variable)
 
 
-def uniform(variable: Variable) -> bool:
-    """Whether all elements are alike: what a parameter is before it was trained."""
-    array = np.asarray(as_array(variable.data)).reshape(-1)
-    return bool(array.size) and bool((array[:_ELEMENTS] == array[0]).all()) and bool((array == array[0]).all())
-
-
-def untie(program: Program, keep: Collection[Variable] = ()) -> list[str]:
+def untie(
+    program: Program, keep: Collection[Variable] = (), turns: Mapping[Operator, Hashable] = MappingProxyType({})
+) -> list[str]:
     """Give each layer that reads a parameter which exporters merged its own copy.
 
     Those are parameters of which all elements are alike: biases, scales and running statistics that were not trained
     yet, matrices that begin with zeros. What has a content of its own stays tied, and so does what ``keep`` holds, what
     one layer reads several times, and what reads a matrix and is no layer. The parameter itself stays with the reader
-    that it is named after.
+    that it is named after. ``turns``: those of loops that were unrolled, as ``expand_control_flow`` gives them.
     """
-    copies, sources = 0, 0
+    copies, sources, calls = 0, 0, Calls(program, turns)
     for variable in [v for v in program.variables if v.persistable and v.data is not None]:
         _without_identities(variable)
         if len(variable.readers) < 2 or variable in keep or not uniform(variable):
@@ -144,7 +143,7 @@ def untie(program: Program, keep: Collection[Variable] = ()) -> list[str]:
         if any(isinstance(slot, str) for _, slot in variable.readers):
             continue  # a nested graph reads it: one parameter for all its iterations
         before = copies
-        for uses in _other_layers(variable):
+        for uses in _other_layers(variable, calls):
             (op, slot), *_ = uses
             name = name_of(op, slot) or f"{variable.name}.{next(v.name for v in op.outputs if v is not None)}"
             turned = made_up(variable.name) and op.type == "MatMul"  # it is named when it is turned back
@@ -162,54 +161,55 @@ def untie(program: Program, keep: Collection[Variable] = ()) -> list[str]:
         sources += copies > before
     if not copies:
         return []
-    return [f"{sources} untrained parameters that the exporter merged got {copies} copies, one for each layer"]
+    got = f"{sources} untrained parameters that the exporter merged got {copies} copies, one for each layer"
+    return [f"{got}; keep_tied names those that are to stay one"]
 
 
-def _other_layers(variable: Variable) -> list[list[tuple[Operator, int]]]:
+def _other_layers(variable: Variable, calls: Calls) -> list[list[Use]]:
     """The readers that get copies of a parameter, together where they are of one layer."""
-    owner, modules = _owner(variable), {module_of(op) for op, _ in variable.readers}
-    stays = _layer(owner[0], int(owner[1]), modules)
-    found: dict[Hashable, list[tuple[Operator, int]]] = {}
-    for op, slot in variable.readers:
-        layer = _layer(op, int(slot), modules)
-        if (op, slot) != owner and (layer != stays if layer is not None else is_vector(variable)):
-            found.setdefault((op, slot) if layer is None else layer, []).append((op, int(slot)))
-    return list(found.values())
+    uses = [(op, int(slot)) for op, slot in variable.readers]
+    modules, told = called(op for op, _ in uses), {}
+    found: dict[Hashable, list[Use]] = {}
+    for use in uses:
+        layer = _layer(*use, modules[use[0]])
+        told[use] = layer is not None
+        found.setdefault(use if layer is None else layer, []).append(use)
+    owner = _owner(variable)
+    return [
+        layer
+        for layer in calls.joined(list(found.values()))
+        if owner not in layer and (is_vector(variable) or any(told[use] for use in layer))
+    ]
 
 
-def _layer(op: Operator, slot: int, modules: Collection[str]) -> Hashable:
+def _layer(op: Operator, slot: int, module: str) -> Hashable:
     """What is equal for what one layer reads each time that it is called; None where that is not told by its name."""
     if not name_of(op, slot) or op.type in _SEVERAL:
         return None
-    name = _called(op, modules)
     if op.type != "Add":
-        return name, slot
+        return module, slot
     added = op.input(1 - slot)
     made = None if added is None else added.producer
-    return None if made is None or made.type != "MatMul" else (name, made.input(1))
+    return None if made is None or made.type != "MatMul" else (module, made.input(1))
 
 
-def _called(op: Operator, modules: Collection[str]) -> str:
-    """The module of an operator, of those that read something: TorchScript counts its calls behind its name."""
-    module = module_of(op)
-    first = re.sub(r"_\d+$", "", module) if op.name.startswith("/") else module
-    return first if first in modules else module
-
-
-def _owner(variable: Variable) -> tuple[Operator, int | str]:
+def _owner(variable: Variable) -> Use:
     """The reader, and its slot, that a variable is named after; else the first of the module in its name, or of all."""
-    uses, module = variable.readers, variable.name.rpartition(".")[0]
-    named = [use for use in uses if name_of(use[0], int(use[1])) == variable.name]
+    uses, module = [(op, int(slot)) for op, slot in variable.readers], variable.name.rpartition(".")[0]
+    named = [use for use in uses if name_of(*use) == variable.name]
     inside = [use for use in uses if module and module_of(use[0]) == module]
     return (named or inside or uses)[0]
 
 
 def _without_identities(variable: Variable) -> None:
-    """Let readers behind an Identity, which exporters write where they merge, read the variable itself."""
-    program = variable.program
-    for op, slot in variable.readers:
+    """Let readers behind Identities, which exporters write where they merge, and one behind the other in loops, read
+    the variable itself."""
+    program, pending = variable.program, variable.readers
+    while pending:
+        op, slot = pending.pop()
         out = op.output(0)
         if slot == 0 and op.type == "Identity" and not op.domain and out is not None and out not in program.outputs:
+            pending += out.readers
             program.replace_uses(out, variable)
             program.remove_operator(op)
             program.remove_variable(out)

@@ -6,7 +6,7 @@ are unrolled, so that they have gradients and can be captured in a CUDA graph. E
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +27,20 @@ FEED_SHAPES: Value[Mapping[str, tuple[int, ...]]] = Value("feed_shapes")
 UNROLL_LIMIT = 20_000
 
 
-def expand_control_flow(program: Graph, feed_shapes: Mapping[str, tuple[int, ...]] | None = None) -> bool:
+def expand_control_flow(
+    program: Graph,
+    feed_shapes: Mapping[str, tuple[int, ...]] | None = None,
+    turns: dict[Operator, Hashable] | None = None,
+) -> bool:
     """Inline and unroll what is known, in place, whatever comes out of it included; whether anything changed.
 
-    ``feed_shapes``: shapes of feeds that the program does not declare itself.
+    ``feed_shapes``: shapes of feeds that the program does not declare itself. ``turns`` gets, for each operator that
+    came out of a nested graph, what is equal for its copies of all turns of a loop, and of no other operator.
     """
     if not program.nesting:
         return False
-    env = _Known(Shapes(program, feed_shapes), {op.name for op in program.walk()}, UNROLL_LIMIT)
+    known = Shapes(program, feed_shapes)
+    env = _Known(known, {op.name for op in program.walk()}, UNROLL_LIMIT, {} if turns is None else turns)
     pending = list(program.nesting)
     changed = False
     for op in pending:
@@ -65,7 +71,7 @@ def inline_known_branches(program: Graph) -> bool:
                 found |= inline_known_branches(nested)
             continue
         first, found = program.next_key, True
-        _inline(op, bool(taken.all()), names)
+        _inline(op, bool(taken.all()), names, {})
         pending += [new for new in program.added_since(first) if new.type == "If" and not new.domain]
     return found
 
@@ -111,6 +117,8 @@ class _Known:
     names: set[str]
     #: Operators that may still be unrolled.
     left: int
+    #: What is equal for the copies of one operator of a nested graph.
+    turns: dict[Operator, Hashable]
 
     def number(self, variable: Variable | None) -> Any:
         """The one number that a variable holds, None where that is not known."""
@@ -141,13 +149,28 @@ def _inline_if(op: Operator, env: _Known) -> bool:
     taken = env.number(op.input(0))
     if taken is None:
         return False
-    _inline(op, bool(taken), env.names)
+    _inline(op, bool(taken), env.names, env.turns)
     return True
 
 
-def _inline(op: Operator, taken: bool, names: set[str]) -> None:
-    branch = op.attrs["then_branch" if taken else "else_branch"]
-    _replace(op, insert_graph(branch, op.program, {}, op.label, names))
+def _inline(op: Operator, taken: bool, names: set[str], turns: dict[Operator, Hashable]) -> None:
+    _replace(op, _insert(op, "then_branch" if taken else "else_branch", {}, op.label, names, turns))
+
+
+def _insert(
+    op: Operator,
+    which: str,
+    given: dict[Variable, Variable],
+    prefix: str,
+    names: set[str],
+    turns: dict[Operator, Hashable],
+) -> list[Variable]:
+    """Copy the operators of one nested graph of ``op`` into the program around it; what its outputs are there."""
+    first = op.program.next_key
+    made = insert_graph(op.attrs[which], op.program, given, prefix, names)
+    for place, new in enumerate(op.program.added_since(first)):
+        turns[new] = (turns.get(op, op), which, place)
+    return made
 
 
 def _shared(body: Graph, program: Graph, label: str) -> dict[Variable, Variable]:
@@ -208,7 +231,7 @@ def _unroll_loop(op: Operator, env: _Known) -> bool:
         number = _as_declared(body.inputs[0], np.array(trip, np.int64))
         count = program.add_constant(f"{op.label}/{trip}/count", number)
         given = shared | dict(zip(body.inputs, [count, going, *states], strict=True))
-        made = insert_graph(body, program, given, f"{op.label}/{trip}", env.names)[1:]
+        made = _insert(op, "body", given, f"{op.label}/{trip}", env.names, env.turns)[1:]
         states = made[: len(states)]
         for row, value in zip(rows, made[len(states) :], strict=True):
             row.append(value)
@@ -247,7 +270,7 @@ def _unroll_scan(op: Operator, env: _Known) -> bool:
     rows: list[list[Variable]] = [[] for _ in range(len(body.outputs) - len(states))]
     for trip in range(trips):
         given = shared | dict(zip(body.inputs, [*states, *(piece[trip] for piece in pieces)], strict=True))
-        made = insert_graph(body, op.program, given, f"{op.label}/{trip}", env.names)
+        made = _insert(op, "body", given, f"{op.label}/{trip}", env.names, env.turns)
         states = made[: len(states)]
         for row, value in zip(rows, made[len(states) :], strict=True):
             row.append(value)
