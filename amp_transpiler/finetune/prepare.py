@@ -22,6 +22,7 @@ from amp_transpiler.finetune.import_weights import (
     weights_from_constants,
 )
 from amp_transpiler.finetune.layer_names import restore_names
+from amp_transpiler.finetune.recurrent_bias import one_bias
 from amp_transpiler.finetune.repeated import once_for_all
 from amp_transpiler.finetune.tied_weights import retie, shared_by_layers, untie
 from amp_transpiler.finetune.train_mode import (
@@ -166,6 +167,7 @@ def prepare_training(
         notes += once_for_all(program)
         notes += retie(program)
         notes += untie(program, _matched(program, keep_tied, "keep_tied"), turns)
+        notes += one_bias(program, listed)
         fold_values(program)
         if expand_control_flow(program):  # as loops whose end is folded
             unrolled = True

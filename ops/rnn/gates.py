@@ -142,6 +142,11 @@ def defaults(op: Operator) -> tuple[str, ...]:
     return _DEFAULTS[op.type.removesuffix("Grad")]
 
 
+def adds_both_biases(op: Operator) -> bool:
+    """Whether it is recurrent and of its two biases only the sum counts: a GRU may reset the state's alone."""
+    return op.full_type in GATES and not (op.type == "GRU" and op.attrs.get("linear_before_reset", 0))
+
+
 def unknown(op: Operator) -> str:
     """What is wrong with the activations that an operator names; "" where nothing is."""
     names = op.attrs.get("activations") or []
