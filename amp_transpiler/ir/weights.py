@@ -15,7 +15,7 @@ import onnx
 
 from amp_transpiler.ir.angles import turns
 from amp_transpiler.ir.control import carried_slots
-from amp_transpiler.ir.copies import readers_past_copies
+from amp_transpiler.ir.copies import original, readers_past_copies
 from amp_transpiler.ir.counted import places
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
@@ -48,7 +48,7 @@ def not_a_weight(variable: Variable) -> str:
     if dtype not in FLOATS:
         return f"of type {dtype}"
     uses = _uses(variable, _HOPS)
-    if math.prod(shape) <= 1 and not (shape and uses and all(_is_layer(op, slot) for op, slot in uses)):
+    if math.prod(shape) <= 1 and not (uses and all(_is_layer(op, slot, len(shape)) for op, slot in uses)):
         return ONE_NUMBER
     if uses and all(_is_number(op, slot) for op, slot in uses):
         reader, slot = uses[0]
@@ -75,23 +75,36 @@ def not_a_weight(variable: Variable) -> str:
     if uses and all(op.type in _MASKED for op, _ in uses):
         if _is_mask(variable, shape, combined=all(op.type != "Mul" for op, _ in uses)):
             return "a mask"
-        if len(shape) > 2 and all(_joins_scores(op) for op, _ in uses) and _is_all(variable, 0.0):
+        joins = all(_joins_scores(op) and not _is_bias(op, slot, shape) for op, slot in uses)
+        if len(shape) > 2 and joins and _is_all(variable, 0.0):
             return "a mask of nothing"
     return spectral(variable, uses)
 
 
-def _is_layer(op: Operator, slot: int) -> bool:
-    """Whether an operator reads its weight or bias in this slot, however small: that of a layer with one output."""
-    if slot in traits_of(op).weights:
-        return True
-    other = op.inputs[1 - slot] if op.type == "Add" and slot < 2 else None
+def _is_layer(op: Operator, slot: int, axes: int) -> bool:
+    """Whether an operator reads its weight or bias in this slot, however small: that of a layer with one output. What
+    has no axis is no bias, but may be a slope."""
+    traits = traits_of(op)
+    if slot in traits.weights:
+        return axes > 0 or slot not in traits.biases
+    other = op.inputs[1 - slot] if op.type == "Add" and slot < 2 and axes else None
     return other is not None and other.producer is not None and other.producer.type == "MatMul"
+
+
+def _is_bias(op: Operator, slot: int, shape: tuple[int, ...]) -> bool:
+    """Whether it adds one number a channel to what a layer makes with weights that are known."""
+    other = op.inputs[1 - slot] if op.type == "Add" and sum(size != 1 for size in shape) <= 1 else None
+    made = None if other is None else original(other).producer
+    if made is None or not traits_of(made).product:
+        return False
+    return any(v is not None and v.data is not None and p in traits_of(made).weights for p, v in enumerate(made.inputs))
 
 
 def _is_of_channels(op: Operator, slot: int) -> bool:
     """Whether an operator reads its bias or scale in this slot, one number a channel."""
     read = op.inputs[slot]
-    return _is_layer(op, slot) and not traits_of(op).lookup and read is not None and len(read.shape or ()) == 1
+    axes = 0 if read is None else len(read.shape or ())
+    return axes == 1 and not traits_of(op).lookup and _is_layer(op, slot, axes)
 
 
 def _is_number(op: Operator, slot: int) -> bool:

@@ -164,6 +164,22 @@ def test_a_state_of_zeros_is_not_trained(begins: str, shape: tuple[int, ...], re
 
 
 @pytest.mark.parametrize(
+    ("made", "shape", "reason"),
+    [
+        ("Conv (x, w)", (1, 5, 1, 1), ""),
+        ("Conv (x, w)", (1, 5, 4, 1), "a mask of nothing"),
+        ("MatMul (x, v)", (1, 1, 4), ""),
+        ("MatMul (x, x)", (1, 1, 4), "a mask of nothing"),
+    ],
+)
+def test_zeros_that_are_added_to_scores_may_be_a_bias(made: str, shape: tuple[int, ...], reason: str) -> None:
+    """As of a segmentation that begins; where nothing known is multiplied it is attention."""
+    text = f"net (float[2,3,4,4] x) => (float y) {{ m = {made} s = Identity (m) a = Add (s, c) y = Softmax (a) }}"
+    weights = {"w": np.ones((5, 3, 1, 1), np.float32), "v": np.ones((4, 4), np.float32)}
+    assert reasons(program(text, c=np.zeros(shape, np.float32), **weights), "c") == [reason]
+
+
+@pytest.mark.parametrize(
     ("reads", "number", "reason"),
     [
         ("Mul (x, c)", 0.0, "a mask of zeros and ones"),
