@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from amp_transpiler.ir.graph import Graph
@@ -23,8 +23,8 @@ from amp_transpiler.program import Program
 
 #: Where a learned scale or temperature is read, or its logarithm.
 _SCALED = frozenset({("Div", 1), ("Exp", 0), ("Mul", 0), ("Mul", 1)})
-#: A name as models give them.
-_OWN_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
+#: A name as models give them; of TensorFlow, not that of a number in its code (x, y, Const), or what was made of those.
+_OWN_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*|(?!ConstantFolding/)[\w./-]+/(?!Const)\w{2,}:\d+")
 _CHANNELS = 4  # of an image
 
 
@@ -116,9 +116,9 @@ def adopt_named(program: Program, names: Collection[str]) -> dict[str, Variable]
     return found
 
 
-def numbers_left(program: Program) -> list[str]:
-    """Say which single numbers with names of the model's own stay constants: a learned scale is one of those."""
-    left = [
+def named_numbers(program: Program) -> list[str]:
+    """The single numbers with names of the model's own that are constants: a learned scale is one of those."""
+    return [
         v.name
         for v in program.variables
         if v.is_constant
@@ -129,6 +129,11 @@ def numbers_left(program: Program) -> list[str]:
         and any((op.full_type, slot) in _SCALED for op, slot in v.readers)
         and not_a_weight(v) == ONE_NUMBER
     ]
+
+
+def numbers_left(program: Program, gone: Sequence[str]) -> list[str]:
+    """Say which of them stay constants; ``gone``: those that changed nothing, being 1, and are no longer read."""
+    left = [*gone, *named_numbers(program)]
     if not left:
         return []
     named = ", ".join(map(repr, left[:3])) + ", …" * (len(left) > 3)

@@ -18,6 +18,7 @@ from amp_transpiler.finetune.import_weights import (
     adopt_named,
     integers_left,
     leave_input_scaling,
+    named_numbers,
     numbers_left,
     weights_from_constants,
 )
@@ -173,7 +174,9 @@ def prepare_training(
             unrolled = True
             fold_values(program)
         notes += ["control flow that is known before the run is straight-line now"] * unrolled
+        numbers = named_numbers(program)
         notes += _drop_identities(program)
+        gone = sorted(set(numbers).difference(named_numbers(program)), key=numbers.index)
         notes += select_by_masks(program)
         write_roots(program)
         notes += invert_triangles(program)
@@ -191,7 +194,7 @@ def prepare_training(
         notes += keep_root_mean_squares(program)
         notes += restore_names(program) if restore else []
         notes += shared_by_layers(program)
-        notes += numbers_left(program)
+        notes += numbers_left(program, gone)
         notes += integers_left(program)
         frozen = batch_norm == "frozen"
         notes += freeze_batch_norm(program) if frozen else train_batch_norm(program, batch_norm == "synchronized")

@@ -97,15 +97,45 @@ def test_it_counts_in_pure_float16(what: str) -> None:
     np.testing.assert_allclose(value, exact(layers, held | {"t": np.float64(later)}), rtol=0.02)
 
 
-@pytest.mark.parametrize("name, told", [("head.scale", True), ("val_3", False), ("/head/Constant_output_0", False)])
-def test_numbers_that_stay_constants_are_told(name: str, told: bool) -> None:
-    """Those whose names are the model's own: one may be learned, and nothing in the file says so."""
+NAMES = {
+    "head.scale": True,
+    "val_3": False,
+    "/head/Constant_output_0": False,
+    "functional_1/attention_1/Mul/ReadVariableOp:0": True,
+    "functional_1/p_re_lu_1/Neg:0": True,
+    "functional_1/gelu/mul/x:0": False,
+    "functional_1/softmax_1/Const_1:0": False,
+    "ConstantFolding/functional_1/activation_1/truediv_recip:0": False,
+}
+
+
+@pytest.mark.parametrize("number", [0.5, 1])
+@pytest.mark.parametrize(("name", "told"), NAMES.items())
+def test_numbers_that_stay_constants_are_told(name: str, told: bool, number: float) -> None:
+    """Those whose names are the model's own: one may be learned, and nothing in the file says so. Of TensorFlow's, what
+    was a variable. Where it is 1 nothing is computed with it."""
     model = onnx.parser.parse_model(text("z = MatMul (x, w)  y = Mul (z, t)", "float"))
     model.graph.node[1].input[1] = name
-    held = {"w": WEIGHTS["w"], name: np.float32(0.5)}
+    held = {"w": WEIGHTS["w"], name: np.float32(number)}
     model.graph.initializer.extend(onnx.numpy_helper.from_array(array, key) for key, array in held.items())
     note = f"'{name}': single numbers, not trained; name in trainable what the model learns of them"
     assert (note in amp.prepare_training(amp.Program.from_onnx(model)).notes) == told
     if told:
         report = amp.prepare_training(amp.Program.from_onnx(model), trainable=["*", name])
         assert name in report.trainable and note not in report.notes
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (4,)])
+def test_the_slope_of_a_prelu_is_learned_whatever_its_shape(shape: tuple[int, ...]) -> None:
+    layers, held = "z = MatMul (x, w)  y = PRelu (z, t)", {"w": WEIGHTS["w"], "t": np.full(shape, 0.25, np.float32)}
+    model = onnx.parser.parse_model(text(layers, "float"))
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in held.items())
+    main, scope = amp.Program.from_onnx(model), amp.Scope()
+    assert amp.prepare_training(main).trainable == ("w", "t")
+    with amp.program_guard(main, main.startup):
+        found = amp.append_backward(F.sum(main.outputs[0] * main.outputs[0]))
+    amp.Executor().run(main.startup, scope=scope)
+    gradients = amp.Executor().run(main, {"x": X}, [gradient for _, gradient in found], scope)
+    exactly = {name: array.astype(np.float64) for name, array in held.items()}
+    for (parameter, _), gradient in zip(found, gradients, strict=True):
+        np.testing.assert_allclose(gradient, slope(layers, exactly, parameter.name), rtol=1e-3, atol=1e-3)
