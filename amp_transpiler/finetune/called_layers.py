@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 
 from amp_transpiler.finetune.layer_names import called, is_vector, uniform
+from amp_transpiler.ir.copies import only_moves, unmoved
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.opdef import moves, traits_of
+from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.program import Program
 
 Use = tuple[Operator, int]
@@ -80,7 +81,7 @@ class Calls:
         product: Operator | None = op
         if op not in self._weights:
             others = [v for place, v in enumerate(op.inputs) if place != slot and v is not None]
-            product = _maker(others[0]) if traits_of(op).elementwise and len(others) == 1 else None
+            product = unmoved(others[0]).producer if traits_of(op).elementwise and len(others) == 1 else None
         weights = None if product is None else self._weights.get(product)
         return None if weights is None or product is None else ((weights, module), frozenset([product]))
 
@@ -103,35 +104,19 @@ def _weights(op: Operator) -> Variable | None:
     """What a product reads of parameters beside a bias, perhaps moved."""
     if not traits_of(op).product:
         return None
-    roots = [_root(v) for v in op.inputs if v is not None]
+    roots = [unmoved(v) for v in op.inputs if v is not None]
     held = [v for v in roots if v.persistable and v.data is not None and not is_vector(v)]
     return held[0] if len(held) == 1 else None
 
 
 def _user(op: Operator, slot: int) -> Use:
     """The operator that computes with a parameter, past those that move it."""
-    while _passes_on(op, slot):
+    while only_moves(op, slot):
         readers = op.outputs[0].readers if op.outputs[0] is not None else []
         if len(readers) != 1 or isinstance(readers[0][1], str):
             break
         op, slot = readers[0][0], int(readers[0][1])
     return op, slot
-
-
-def _passes_on(op: Operator, slot: int) -> bool:
-    return moves(op, slot) and not traits_of(op).lookup and len(op.outputs) == 1
-
-
-def _root(variable: Variable) -> Variable:
-    """What a variable is a moved copy of."""
-    while (op := variable.producer) is not None and _passes_on(op, 0) and op.inputs[0] is not None:
-        variable = op.inputs[0]
-    return variable
-
-
-def _maker(variable: Variable) -> Operator | None:
-    """What made the elements of a variable."""
-    return _root(variable).producer
 
 
 def _makers(op: Operator) -> Iterable[Operator]:
