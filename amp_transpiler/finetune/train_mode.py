@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -15,6 +16,9 @@ from amp_transpiler.ops.training.seeds import rng_state
 from amp_transpiler.option_checks import is_real
 from amp_transpiler.program import Program
 
+#: In names of what TensorFlow's exporter makes of batch normalisations. Keras 2 computes other norms likewise.
+_BATCH_NORM = re.compile(r"batch_?norm", re.IGNORECASE)
+_OTHER_NORM = re.compile(r"(layer|group|instance)_?norm", re.IGNORECASE)
 #: How batch normalisations train.
 BATCH_NORM = ("train", "synchronized", "frozen")
 
@@ -38,7 +42,19 @@ def train_batch_norm(program: Program, synchronized: bool = False) -> list[str]:
             program.set_update(state, new)
         count += 1
     whose = "the batch" + (", over all ranks" if synchronized else "")
-    return [f"{count} BatchNormalization train with the statistics of {whose}"] if count else []
+    return [f"{count} BatchNormalization train with the statistics of {whose}"] if count else _written_out(program)
+
+
+def _written_out(program: Program) -> list[str]:
+    """Say where batch normalisations were, if names tell that the exporter made products and sums of them."""
+    names = [v.name for v in program.parameters if _BATCH_NORM.search(v.name) and not _OTHER_NORM.search(v.name)]
+    if not names or any(op.type == "BatchNormalization" for op in program.operators):
+        return []
+    named = ", ".join(map(repr, names[:3])) + ", …" * (len(names) > 3)
+    return [
+        f"{named}: of batch normalisations that the exporter wrote out or folded. They do not train with the statistics "
+        "of the batch; what is left of them trains as scale and shift"
+    ]
 
 
 def freeze_batch_norm(program: Program) -> list[str]:
