@@ -88,13 +88,15 @@ def _keep(variable: Variable, data: Any, trainable: bool) -> None:
 
 def _hoist(nested: Graph, op: Operator) -> int:
     """Move weights out of a nested graph, and capture them there; what it gives as it is, is no weight, and would be
-    given past it."""
+    given past it. Nor is what nothing reads."""
     count, given = 0, set(nested.outputs)
     for inner in nested.operators:
         for deeper in inner.attrs.programs:
             count += _hoist(deeper, inner)
     for variable in list(nested.variables):
-        if variable.outer is not None or variable.is_input or variable in given or not _adopt(variable):
+        if variable.outer is not None or variable.is_input or variable in given or not variable.readers:
+            continue
+        if not _adopt(variable):
             continue
         outer = op.program.add_variable(
             op.program.unique(variable.name),

@@ -52,8 +52,8 @@ def _written_out(program: Program) -> list[str]:
         return []
     named = ", ".join(map(repr, names[:3])) + ", …" * (len(names) > 3)
     return [
-        f"{named}: of batch normalisations that the exporter wrote out or folded. They do not train with the statistics "
-        "of the batch; what is left of them trains as scale and shift"
+        f"{named}: of batch normalisations that the exporter wrote out or folded. They do not train with the "
+        "statistics of the batch; what is left of them trains as scale and shift"
     ]
 
 

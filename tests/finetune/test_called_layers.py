@@ -193,3 +193,16 @@ def test_filters_that_are_written_for_each_call_are_one(names: tuple[str, str], 
     report = amp.prepare_training(amp.Program.from_onnx(model))
     assert len(report.trainable) == count
     assert any("tied again" in note for note in report.notes) == (count == 2)
+
+
+@pytest.mark.parametrize("trips", ["<int64 trips = {3}>", ""])
+def test_what_nothing_in_a_loop_reads_is_not_trained(trips: str) -> None:
+    """Whether the loop is unrolled or not."""
+    given = "" if trips else ", int64 trips"
+    text = f"""(float[3,4] x{given}) => (float[3,4] y) {trips} {{
+        y = Loop (trips, , x) <body = turn (int64 i, bool on, float[3,4] v) => (bool again, float[3,4] w)
+            <float[4] dead = {{1.0, 2.0, 3.5, 1.0}}, float[4] live = {{1.0, 0.25, 3.0, 1.0}}>
+            {{ again = Identity (on) w = Mul (v, live) }}> }}"""
+    program = load(text, {})
+    assert [v.name for v in program.parameters] == ["live"]
+    program.verify()

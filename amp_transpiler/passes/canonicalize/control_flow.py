@@ -174,10 +174,14 @@ def _insert(
 
 
 def _shared(body: Graph, program: Graph, label: str) -> dict[Variable, Variable]:
-    """Constants of a loop body, put into the program once, for all iterations."""
+    """Constants of a loop body, put into the program once, for all iterations; those that nothing reads go."""
     shared = {}
-    for variable in body.variables:
-        if variable.outer is None and variable.producer is None and variable.data is not None:
+    for variable in list(body.variables):
+        if variable.outer is not None or variable.producer is not None or variable.data is None:
+            continue
+        if not variable.readers and variable not in body.outputs:
+            body.remove_variable(variable)
+        else:
             name = variable.name if not program.has_var(variable.name) else f"{label}/{variable.name}"
             made = program.add_variable(program.unique(name), variable.dtype, variable.shape, data=variable.data)
             made.persistable, made.trainable = variable.persistable, variable.trainable
