@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from amp_transpiler.finetune.layer_names import is_vector, uniform
+from amp_transpiler.finetune.layer_names import is_vector
 from amp_transpiler.ir.copies import unmoved
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
@@ -28,11 +28,11 @@ _SCALED = frozenset({("Div", 1), ("Exp", 0), ("Mul", 0), ("Mul", 1)})
 #: A name as models give them; of TensorFlow, not that of a number in its code (x, y, Const), or what was made of those.
 _OWN_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*|(?!ConstantFolding/)[\w./-]+/(?!Const)\w{2,}:\d+")
 _CHANNELS = 4  # of an image
-_SCALES, _SHIFTS = frozenset({"Add", "Sub", "Mul", "Div"}), frozenset({"Add", "Sub"})
-#: How scikit-learn's exporter names what a scaler was fitted to.
-_FITTED = re.compile(r"[A-Z][a-z]_(Add|Sub|Mul|Div)cst\d*")
-#: In the name of what a layer learns, though it may stand first.
-_OF_LAYERS = re.compile(r"weight|bias|scale|shift|alpha|beta|gamma|batch_?norm|ReadVariableOp", re.IGNORECASE)
+_SCALES = frozenset({"Add", "Sub", "Mul", "Div"})
+#: How scikit-learn's exporter, Keras's Normalization and others name what a scaler was fitted to.
+_FITTED = re.compile(
+    r"^[A-Z][a-z]_(Add|Sub|Mul|Div)cst\d*$|(^|/)normalization(_\d+)*/|(^|[._/])(mean|std|mu|sigma)$", re.IGNORECASE
+)
 
 
 def weights_from_constants(program: Program) -> list[str]:
@@ -158,11 +158,11 @@ def leave_input_scaling(program: Program) -> list[str]:
     """Let the numbers that bring inputs to zero mean and unit variance be constants again.
 
     Those of an image's channels are few, and act elementwise on what comes from the inputs before any weight does.
-    Those of features are two vectors, one added and one multiplied with, that an input meets before anything else.
+    Those of features are told by their names: a flow, say, begins with a scale and a shift that it learns.
     """
     weighted, fed = {v for v in program.variables if v.persistable}, set(program.inputs)
     left: list[Variable] = []
-    scaled: dict[Variable, tuple[Operator, Variable]] = {}
+    scaled = set(program.inputs)
     for op in program.operators:
         read = [v for v in (*op.inputs, *op.captures) if v is not None]
         weights = [v for v in read if v in weighted]
@@ -171,14 +171,9 @@ def leave_input_scaling(program: Program) -> list[str]:
             left += weights
         elif weights:
             weighted.update(made)
-        if (feature := _scales_features(op)) is not None:
-            source, vector = feature
-            before = scaled.get(source)
-            if before is not None and (before[0].type in _SHIFTS) != (op.type in _SHIFTS):
-                left += [v for v in (before[1], vector) if not (uniform(before[1]) and uniform(vector))]
-            elif source in program.inputs:
-                scaled[made[0]] = op, vector
-                left += [vector] if _FITTED.fullmatch(vector.name) else []
+        if (vector := _scales_features(op, scaled)) is not None:
+            left.append(vector)
+            scaled.update(made)
         if any(v in fed for v in read):
             fed.update(made)
     for variable in dict.fromkeys(left):
@@ -201,11 +196,10 @@ def _scales_image(op: Operator, variable: Variable) -> bool:
     )
 
 
-def _scales_features(op: Operator) -> tuple[Variable, Variable] | None:
-    """What an operator combines with a vector that it alone reads, before it was moved, and the vector, where its name
-    is not a layer's."""
+def _scales_features(op: Operator, scaled: Collection[Variable]) -> Variable | None:
+    """The vector that an operator scales or shifts one of these by, if its name says that it was fitted to data."""
     read = [v for v in op.inputs if v is not None]
-    vectors = [v for v in read if v.is_parameter and v.data is not None and is_vector(v) and len(v.readers) == 1]
-    if op.full_type not in _SCALES or len(vectors) != 1 or len(read) != 2 or _OF_LAYERS.search(vectors[0].name):
+    vectors = [v for v in read if v.is_parameter and v.data is not None and is_vector(v) and _FITTED.search(v.name)]
+    if op.full_type not in _SCALES or len(vectors) != 1 or len(vectors[0].readers) != 1:
         return None
-    return unmoved(read[0] if read[1] is vectors[0] else read[1]), vectors[0]
+    return vectors[0] if any(unmoved(v) in scaled for v in read if v is not vectors[0]) else None
