@@ -27,20 +27,27 @@ def train_batch_norm(program: Program, synchronized: bool = False) -> list[str]:
     """Let each BatchNormalization of the main graph normalise by its batch, and update its running statistics.
 
     ``synchronized``: by the batches of all ranks. Those that were exported in training mode have no update of theirs.
+    One that is called several times updates its statistics in each call, from where the call before left them.
     """
-    count = 0
-    for op, states in _running(program):
+    latest: dict[Variable, Variable] = {}
+    found = list(_running(program))
+    for op, states in found:
         op.attrs["training_mode"] = 1
         if synchronized:
             op.metadata[SYNCHRONIZED] = ASKED
         for slot, state in enumerate(states, 1):
+            if state in latest:
+                op.set_input(slot + 2, latest[state])
             new = op.output(slot)
             if new is None:
                 new = program.add_variable(program.unique(f"{state.name}@NEW"), state.dtype, state.shape)
                 op.set_output(slot, new)
             state.trainable = False
-            program.set_update(state, new)
-        count += 1
+            new.stop_gradient = True  # the call behind reads it
+            latest[state] = new
+    for state, new in latest.items():
+        program.set_update(state, new)
+    count = len(found)
     whose = "the batch" + (", over all ranks" if synchronized else "")
     return [f"{count} BatchNormalization train with the statistics of {whose}"] if count else _written_out(program)
 
