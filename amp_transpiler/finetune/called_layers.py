@@ -52,24 +52,19 @@ class Calls:
     def _join(self, layers: list[list[Use]], tells: Callable[[Use], _Told | None]) -> list[list[Use]]:
         """Put layers together of which the same is told, but for what stands beside one product several times, or
         would be called more often than the weights beside it."""
-        alike: dict[Hashable, list[frozenset[Operator]]] = {}
-        where: dict[Hashable, list[list[Use]]] = {}
-        for layer in layers:
-            for use in layer:
-                if (found := tells(use)) is not None:
-                    alike.setdefault(found[0], []).append(found[1])
-                    where.setdefault(found[0], []).append(layer)
-        for key, products in alike.items():
-            together = list({id(layer): layer for layer in where[key]}.values())
+        layer_of = {use: layer for layer in layers for use in layer}
+        alike: dict[Hashable, dict[Use, frozenset[Operator]]] = {}
+        for use in layer_of:
+            if (found := tells(use)) is not None:
+                alike.setdefault(found[0], {})[use] = found[1]
+        for products in alike.values():
+            together = list({id(layer_of[use]): layer_of[use] for use in products}.values())
             uses = [use for layer in together for use in layer]
-            beside = frozenset[Operator]().union(*products)
+            beside = frozenset[Operator]().union(*products.values())
             times = min((self._times[self._weights[op]] for op in beside), default=len(uses))
-            if len(together) > 1 and sum(map(len, products)) == len(beside) and len(uses) <= times:
-                first, *others = together
-                for other in others:
-                    first += other
-                    other.clear()
-        return [layer for layer in layers if layer]
+            if len(together) > 1 and sum(map(len, products.values())) == len(beside) and len(uses) <= times:
+                layer_of |= dict.fromkeys(uses, uses)
+        return list({id(layer): layer for layer in layer_of.values()}.values())
 
     def _turn(self, use: Use) -> _Told | None:
         turn = self._turns.get(use[0])
