@@ -45,6 +45,7 @@ from amp_transpiler.passes.canonicalize.fuse_hard_swish import fuse_hard_swishes
 from amp_transpiler.passes.canonicalize.fuse_norm import fuse_layer_norms
 from amp_transpiler.passes.canonicalize.fuse_rms import fuse_rms_norms, keep_root_mean_squares
 from amp_transpiler.passes.canonicalize.fuse_rotary import fuse_rotations
+from amp_transpiler.passes.canonicalize.fuse_softmax import fuse_softmaxes
 from amp_transpiler.passes.canonicalize.fuse_swish import fuse_swishes
 from amp_transpiler.passes.canonicalize.inlining import inline_functions
 from amp_transpiler.passes.canonicalize.integer_places import write_integer_places
@@ -100,11 +101,10 @@ def prepare_training(
     whose elements are all alike, which the exporter merged, are copied apart; what it repeated for each example of a
     fixed batch is one parameter for all; a matrix and its (transposed) copy are tied again, but for layers of one kind,
     which are equal until they are trained; anonymous parameters get the name of their module, and linear layers their
-    layout
-    [out, in] (``restore``); layer norms that were written out (before opset 17), RMS norms, GELUs, SiLUs, hard
-    swishes and rotary positions are one operator again, slices that make up a tensor one Split, and Splits of a tensor
-    into the same pieces one. Weights that are standardised by a batch norm of their own statistics are so by a layer
-    norm.
+    layout [out, in] (``restore``); layer norms that were written out (before opset 17), RMS norms, GELUs, SiLUs, hard
+    swishes, softmaxes and rotary positions are one operator again, slices that make up a tensor one Split, and Splits
+    of a tensor into the same pieces one. Weights that are standardised by a batch norm of their own statistics are so
+    by a layer norm.
     RMS norms, SiLUs and rotary positions are those which onnxruntime has at every opset (SimplifiedLayerNormalization,
     QuickGelu, RotaryEmbedding); what is saved for inference has them written out. What exports of attention put in the
     place of NaN goes where no mask can make one: NaN of the scores would be hidden from the loss scaling.
@@ -179,6 +179,7 @@ def prepare_training(
         notes += fuse_gelus(program)
         notes += fuse_swishes(program)
         notes += fuse_hard_swishes(program)
+        notes += fuse_softmaxes(program)
         notes += write_slices(program)
         notes += split_wholes(program)
         notes += fuse_rms_norms(program)
