@@ -165,3 +165,15 @@ def test_other_probabilities_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(amp.errors.ArgumentError, match=rf"'y'.* lies between 0 and 1.*\(target\).*{way}"):
         amp.fit(made, tmp_path / "o.onnx", data={"x": X, "label": label}, loss=loss)
     amp.fit(made, tmp_path / "o.onnx", data={"x": X, "label": np.zeros_like(probabilities(made, x=X), "f")}, loss="mse")
+
+def test_shapes_are_known_behind_operators_that_onnx_says_nothing_of(tmp_path: Path) -> None:
+    """scikit-learn's Scaler: ONNX's inference knows the element type behind the Cast, and no shape."""
+    made = model(
+        "net (float[n, 6] x) => (int64[n, 1] best, float[n, 3] y) { s = ai.onnx.ml.Scaler <offset = [0.5], "
+        "scale = [2.0]> (x)  c = Cast <to = 1> (s)  h = MatMul (c, w)  a = Relu (h)  z = MatMul (a, v)  "
+        "p = Softmax (z)  y = Identity (p)  best = ArgMax <axis = 1> (y) }",
+        w=(6, 8),
+        v=(8, 3),
+    )
+    found, _ = told_first(made, tmp_path, "cross_entropy", x=X, label=FEW)
+    assert found == pytest.approx(likely(probabilities(made, x=X), FEW), rel=1e-5)
