@@ -166,6 +166,7 @@ def test_other_probabilities_are_refused(name: str, tmp_path: Path) -> None:
         amp.fit(made, tmp_path / "o.onnx", data={"x": X, "label": label}, loss=loss)
     amp.fit(made, tmp_path / "o.onnx", data={"x": X, "label": np.zeros_like(probabilities(made, x=X), "f")}, loss="mse")
 
+
 def test_shapes_are_known_behind_operators_that_onnx_says_nothing_of(tmp_path: Path) -> None:
     """scikit-learn's Scaler: ONNX's inference knows the element type behind the Cast, and no shape."""
     made = model(
