@@ -109,9 +109,9 @@ class Samples:
         """FeedError where labels have a number for each class, as one-hot ones do, in the place of the class."""
         if as_ranked(array, label.shape).ndim == len(label.shape or ()) + 1:
             raise FeedError(
-                f"{self._array(label.name)} has the shape {list(array.shape)}, a number for each class, as one-hot labels "
-                "have; the loss cross_entropy takes the index of the class alone: give it np.argmax(labels, axis) over "
-                "the classes. For shares of the classes choose the loss kl_div"
+                f"{self._array(label.name)} has the shape {list(array.shape)}, a number for each class, as one-hot "
+                "labels have; the loss cross_entropy takes the index of the class alone: give it np.argmax(labels, "
+                "axis) over the classes. For shares of the classes choose the loss kl_div"
             )
 
     def _array(self, name: str) -> str:

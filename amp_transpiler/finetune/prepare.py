@@ -65,6 +65,9 @@ from amp_transpiler.program import Program
 
 _log = logging.getLogger(__name__)
 
+#: Trees, linear models and support vector machines, as converters of scikit-learn and others write them.
+_ML, _LEARNED = "ai.onnx.ml", ("Linear", "SVM", "TreeEnsemble")
+
 
 @dataclass(frozen=True)
 class Preparation:
@@ -276,8 +279,20 @@ def _select(
     if not program.parameters:
         raise ArgumentError(
             f"prepare_training: no parameter of program '{program.name}' is left to train (trainable="
-            f"{trainable!r}, freeze={freeze!r}){''.join('. ' + said for said in integers_left(program))}"
+            f"{trainable!r}, freeze={freeze!r})"
+            f"{''.join('. ' + said for said in (*integers_left(program), *_learned_in_attributes(program)))}"
         )
+
+
+def _learned_in_attributes(program: Program) -> list[str]:
+    """Say which operators hold what they learned in attributes."""
+    learned = [op for op in program.walk() if op.domain == _ML and op.type.startswith(_LEARNED)]
+    types = ", ".join(dict.fromkeys(op.type for op in learned))
+    return (
+        [f"The weights of {types} are attributes, which are not trained: fit the model anew where it comes from"]
+        if types
+        else []
+    )
 
 
 def _keep_measured(program: Program, calibration: Any) -> list[str]:
