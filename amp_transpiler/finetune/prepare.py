@@ -31,6 +31,7 @@ from amp_transpiler.finetune.train_mode import (
     train_batch_norm,
     train_dropout,
 )
+from amp_transpiler.ir.annotate import annotate
 from amp_transpiler.ir.metadata import FULL, INITIALIZER
 from amp_transpiler.ir.nodes import BACKWARD, FORWARD, OWN, Variable
 from amp_transpiler.ir.parameter_names import names_of_parameter
@@ -90,7 +91,7 @@ def prepare_training(
     batch_norm: str = "train",
     dropout: Mapping[str, float] | None = None,
     values: Mapping[str, Any] | None = None,
-    feed_shapes: Mapping[str, Sequence[int]] | None = None,
+    feed_shapes: Mapping[str, Sequence[int | str | None]] | None = None,
     keep_tied: Sequence[str] = (),
     restore: bool = True,
     numeric_guards: bool = True,
@@ -129,7 +130,8 @@ def prepare_training(
             still has are switched on in any case.
         values: {input: value}: inputs that get one value for good, such as a sampling rate, a trip count, or the edges
             of a graph: sizes that operators make of it (NonZero, Range) are known then, and not computed in each run.
-        feed_shapes: {input: shape}: sizes of inputs for good, where something depends on them before the run.
+        feed_shapes: {input: shape}: sizes of inputs for good, where something depends on them before the run, as the
+            turns of a loop over time; None, or a name, leaves one open: ``{"x": [None, 7, 6]}``.
         keep_tied: patterns of such parameters that stay one for all their readers.
         restore: name anonymous parameters after their layers and turn linear weights back.
         numeric_guards: let training in 16 bit keep fp32 what is known to leave the type, as ``amp.convert`` does;
@@ -212,6 +214,20 @@ def prepare_training(
     return done
 
 
+def control_flow_left(
+    program: Program, values: Mapping[str, Any], feed_shapes: Mapping[str, Sequence[int | str | None]]
+) -> int:
+    """How many operators with nested graphs :func:`prepare_training` would leave in the program, which stays."""
+    tried = program.clone()
+    inline_functions(tried)
+    _fix(tried, values, feed_shapes)
+    convert_opset(tried)
+    expand_control_flow(tried)
+    fold_values(tried)
+    expand_control_flow(tried)
+    return len(tried.nesting)
+
+
 def _drop_identities(program: Program) -> list[str]:
     """Take out what changes nothing (Paddle's exporter writes much of it), but for Dropout, which is to train."""
     dropouts = frozenset(op for op in program.walk() if op.type == "Dropout")
@@ -219,7 +235,9 @@ def _drop_identities(program: Program) -> list[str]:
     return [f"{count} operators that change nothing are gone"] if count else []
 
 
-def _fix(program: Program, values: Mapping[str, Any], feed_shapes: Mapping[str, Sequence[int]]) -> list[str]:
+def _fix(
+    program: Program, values: Mapping[str, Any], feed_shapes: Mapping[str, Sequence[int | str | None]]
+) -> list[str]:
     """Give inputs their value or shape for good."""
     notes = []
     for called, given in (("values", values), ("feed_shapes", feed_shapes)):
@@ -231,10 +249,13 @@ def _fix(program: Program, values: Mapping[str, Any], feed_shapes: Mapping[str, 
         declared = variable.shape
         if declared is not None and (
             len(declared) != len(sizes)
-            or any(isinstance(d, int) and d != s for d, s in zip(declared, sizes, strict=False))
+            or any(isinstance(d, int) and isinstance(s, int) and d != s for d, s in zip(declared, sizes, strict=False))
         ):
             raise ArgumentError(f"feed_shapes: {list(sizes)} does not fit input '{name}' of shape {list(declared)}")
-        variable.shape = sizes
+        known = declared or (None,) * len(sizes)
+        variable.shape = tuple(s if isinstance(s, int) else d or s for s, d in zip(sizes, known, strict=True))
+    if feed_shapes:
+        annotate(program)
     for name, value in values.items():
         variable = _input(program, name, "values")
         array = np.asarray(value, numpy_dtype(variable.dtype or "float32"))

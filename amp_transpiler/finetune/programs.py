@@ -11,7 +11,7 @@ from amp_transpiler.distributed import shard_optimizer, world_size
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.finetune.last_activation import Applied, probabilities
 from amp_transpiler.finetune.options import OPTIMIZERS, FitOptions
-from amp_transpiler.finetune.prepare import Preparation, prepare_training
+from amp_transpiler.finetune.prepare import Preparation, control_flow_left, prepare_training
 from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator, Variable
@@ -62,14 +62,17 @@ class Programs:
         program: Program,
         options: FitOptions,
         rows: Mapping[str, Any] | Sequence[str],
+        shapes: Mapping[str, Sequence[int]],
         labels: tuple[int, ...],
         say: Callable[[str], None],
     ) -> Programs:
         """Prepare an imported program and attach the loss.
 
         ``rows``, a batch or files of samples, tells what leaves the range of float16 (bfloat16 has that of fp32), where
-        there are any; ``labels``, the shape of the label's array, where the classes lie.
+        there are any; ``shapes`` of what inputs are fed, how long loops run that hang on them; ``labels``, the shape of
+        the label's array, where the classes lie.
         """
+        sizes = _deciding_sizes(program, options, shapes, say)
         measured = options.mode != "fp32" and options.dtype == "float16"
         report = prepare_training(
             program,
@@ -77,6 +80,7 @@ class Programs:
             freeze=options.freeze,
             keep_tied=options.keep_tied,
             values=options.values,
+            feed_shapes=sizes,
             batch_norm=options.batch_norm,
             dropout=options.dropout,
             calibration=rows if measured and rows else None,
@@ -123,6 +127,25 @@ class Programs:
                 objective = self.loss * self.weight
             optimizer.minimize(objective, self.program.startup)
         return optimizer
+
+
+def _deciding_sizes(
+    program: Program, options: FitOptions, shapes: Mapping[str, Sequence[int]], say: Callable[[str], None]
+) -> dict[str, tuple[int | str | None, ...]]:
+    """Shapes of inputs whose open sizes, but for the batch, control flow hangs on; none where there are no such."""
+    found = {}
+    for variable in program.inputs:
+        given, declared = shapes.get(variable.name, ()), variable.shape
+        if len(given) > 1 and (declared is None or not all(isinstance(size, int) for size in declared[1:])):
+            found[variable.name] = (declared[0] if declared else None, *given[1:])
+    if not found or not (program.nesting or program.info.functions):
+        return {}
+    if control_flow_left(program, options.values, found) >= control_flow_left(program, options.values, {}):
+        return {}
+    for name, shape in found.items():
+        sizes = ", ".join(str(size) if isinstance(size, int) else "?" for size in shape)
+        say(f"input '{name}' is [{sizes}] for good, as it is fed: the model's control flow hangs on its sizes")
+    return found
 
 
 def _prediction(program: Program, options: FitOptions, say: Callable[[str], None]) -> Variable:
