@@ -164,7 +164,8 @@ def test_other_probabilities_are_refused(name: str, tmp_path: Path) -> None:
     made, loss, label, way = REFUSED[name]
     with pytest.raises(amp.errors.ArgumentError, match=rf"'y'.* lies between 0 and 1.*\(target\).*{way}"):
         amp.fit(made, tmp_path / "o.onnx", data={"x": X, "label": label}, loss=loss)
-    amp.fit(made, tmp_path / "o.onnx", data={"x": X, "label": np.zeros_like(probabilities(made, x=X), "f")}, loss="mse")
+    if name == "another activation":
+        amp.fit(made, tmp_path / "o.onnx", data={"x": X, "label": label}, loss="mse")
 
 
 def test_shapes_are_known_behind_operators_that_onnx_says_nothing_of(tmp_path: Path) -> None:
