@@ -27,7 +27,7 @@ from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import LIMITS, SHORT
 from amp_transpiler.passes.numerics.constraints import Constraints
-from amp_transpiler.passes.numerics.masks import HIGH, LOW, Masks
+from amp_transpiler.passes.numerics.masks import HIGH, LOW, Masks, less_its_top
 from amp_transpiler.passes.numerics.overflow_propagation import (
     INVERSE,
     MAY_OVERFLOW,
@@ -45,10 +45,6 @@ from amp_transpiler.passes.view.typing import operator_name
 
 #: A sum of so many terms is no more than as many Adds, which nobody keeps fp32.
 FEW = 4
-#: How far the maximum is followed back through operators that move it.
-_HOPS = 4
-#: What is no less than any element.
-_TOPS = frozenset({"ReduceMax", "ReduceLogSumExp"})
 #: What may lie between a sum and the square of the mean, beside sums, means and what moves elements.
 _MEANS = frozenset({"Sqrt", "Mul", "Div", "Pow"})
 #: What may lie between a signal and its spectrum, beside products and what moves elements.
@@ -344,17 +340,7 @@ class _OverflowRules:
         if op is None or operator_name(op) != "Exp":
             return False
         sub = self._maker(op)
-        if sub is None or operator_name(sub) != "Sub":
-            return False
-        data, top = self.flow.inputs[sub]
-        for _ in range(_HOPS):
-            maker = top.producer if top is not None else None
-            if maker is None or not (moves(maker, 0) or operator_name(maker) == "Max"):
-                break
-            operands = [v for v in self.flow.inputs[maker] if v is not None and self.flow.number(v) is None]
-            top = operands[0] if len(operands) == 1 else None  # a maximum with a constant is no less
-        reduce = top.producer if top is not None else None
-        return reduce is not None and operator_name(reduce) in _TOPS and self.flow.inputs[reduce][0] is data
+        return sub is not None and less_its_top(sub, self.flow)
 
 
 def _reaches(variable: Variable, limit: float, magnitudes: Mapping[Variable, float]) -> bool:

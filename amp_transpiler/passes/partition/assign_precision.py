@@ -19,6 +19,7 @@ from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import SHORT
 from amp_transpiler.lists import AutoMixedPrecisionLists, faults
 from amp_transpiler.passes.numerics.constraints import Constraints
+from amp_transpiler.passes.numerics.mask_constants import saturate_stored
 from amp_transpiler.passes.partition.boundaries import Boundary, boundaries
 from amp_transpiler.passes.partition.cut import FULL, HALF, Cut, solve, traffic_of
 from amp_transpiler.passes.partition.problem import Free, Problem
@@ -69,8 +70,6 @@ def assign(
     Raises: what :func:`.rewrite.rewrite_program` raises.
     """
     check_program(program, lists, "convert", names_must_exist=False)
-    for variable, value in (constraints.replaced if constraints else {}).items():
-        constants.saturate(variable, value)
     choices = _Choices(program, lists, mode, constraints, outside)
     decisions = choices.collect()
     free: list[Operator | Boundary] = [op for op, choice in decisions.items() if isinstance(choice, Free)]
@@ -89,6 +88,8 @@ def assign(
         cut.value if all(chosen is side for chosen in cut.half) else traffic_of(problem.costs, problem.tensors, side)
         for side in (HALF, FULL)
     ]
+    if constraints is not None and constraints.replaced:
+        saturate_stored(program, lists.dtype, constraints, {op: choice.slots for op, choice in final.items()})
     magnitudes = constraints.magnitudes if constraints else {}
     apply(program, final, lists, narrow_parameters=False, fetchable=False, magnitudes=magnitudes)
     return Assignment(len(free), cut, *sides)
