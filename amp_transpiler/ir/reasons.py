@@ -108,6 +108,7 @@ class Kind(Enum):
     SUBTRACTED_SQUARE = "the square that {subject} takes off a mean of squares"
     SPECTRUM = "the logarithm of its square '{subject}' shows the smallest numbers"
     SUMS = "sums {detail} elements"
+    CARRIED = "adds to what '{subject}' carries from round to round"
     MULTIPLIES = "multiplies many elements"
     COMBINES = "combines in the element type of its result, in which CPUs have no kernel for that"
     ADDS_UP = "adds up in the element type of its sum"

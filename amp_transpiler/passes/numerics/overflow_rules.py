@@ -5,6 +5,7 @@ They look for the operators that make such numbers; :mod:`.overflow_propagation`
 - Squares on the way to a sum (variance, RMS norm, L2 norm, distance, magnitude): a square leaves float16 beyond
   255, and below 0.008 it loses digits. From the square to the root, and to the division by it.
 - Sums over more than :data:`FEW` elements, unless proved to fit. A mean fits, for its operator sums in fp32.
+- Sums that a loop carries from round to round (:mod:`.carried_sums`).
 - What combines the elements that come to one place, as a scatter that adds.
 - Quotients of a bounded number by what is bounded just above zero: the bound is there for where the quotient is large.
 - Powers beyond the square, negative ones and those whose exponent is not constant; cubes written as products, but for
@@ -27,6 +28,7 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import LIMITS, SHORT
+from amp_transpiler.passes.numerics.carried_sums import carried_sums
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.masks import HIGH, LOW, Masks, less_its_top
 from amp_transpiler.passes.numerics.overflow_propagation import (
@@ -88,6 +90,12 @@ def apply_overflow_rules(
         why = rules.beyond(variable)
         if why:
             propagation.mark(variable, MAY_OVERFLOW, (None, Reason(Kind.INPUT, variable.name, cause=why)))
+    for each in carried_sums(flow):
+        why = Reason(Kind.CARRIED, written_name(each.state))
+        for op in each.operators:
+            constraints.keep(op, why)
+        if each.grows and rules.float16:
+            propagation.mark(each.next, MAY_OVERFLOW, (each.next.producer, why))
     propagation.sweep(rules.seed)
     rules.keep_subtracted_squares(constraints)
     rules.keep_spectra(constraints)
