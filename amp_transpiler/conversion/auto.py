@@ -321,4 +321,4 @@ class Search(Pass):
         graph.exchange(outcome.program)
         context[SEARCHED], context[CONSTRAINTS] = outcome, outcome.constraints
         context[ASSIGNMENT] = outcome.assignment
-        context.notes += remarks(graph, options)
+        context.notes += remarks(graph, options, outcome.assignment)

@@ -46,25 +46,25 @@ def carried_sums(flow: Flow) -> Iterator[CarriedSum]:
 
 
 def _between(flow: Flow, start: Variable, end: Variable) -> list[Operator]:
-    """The operators on the ways of sums, of factors that are constant and of moved elements from a tensor to another."""
+    """The operators between two tensors, where all that happens is sums, constant factors and moved elements."""
     before: dict[Variable, list[tuple[Operator | None, Variable]]] = {start: []}
     pending = [start]
     for variable in pending:
-        onward = [(None, made) for made in _elsewhere(flow, variable)]
+        onward: list[tuple[Operator | None, Variable]] = [(None, made) for made in _elsewhere(flow, variable)]
         for op, slot in flow.uses.get(variable, ()) if variable is not end else ():
             if _carries(op, slot, flow):
                 onward += [(op, made) for made in op.outputs if made is not None]
-        for op, made in onward:
+        for maker, made in onward:
             if made not in before:
                 pending.append(made)
-            before.setdefault(made, []).append((op, variable))
+            before.setdefault(made, []).append((maker, variable))
     found: dict[Operator, None] = {}
     back = [end] if end in before else []
     seen = set(back)
     for variable in back:
-        for op, read in before[variable]:
-            if op is not None:
-                found[op] = None
+        for maker, read in before[variable]:
+            if maker is not None:
+                found[maker] = None
             if read not in seen:
                 seen.add(read)
                 back.append(read)

@@ -136,8 +136,8 @@ class Masks:
 
         for op, _, read in reversed(self.flow.steps) if self.summands else ():
             made = [v for v in op.outputs if v is not None and v in self.summands]
-            for variable in made:
-                settle(variable)
+            for each in made:
+                settle(each)
             if made and writes(op):
                 found.update(made)
             ahead = any(v in found for v in made)

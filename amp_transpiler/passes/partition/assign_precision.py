@@ -39,12 +39,16 @@ _SOURCES = _NARROW | {"int32", "uint32", "int64", "uint64"}
 
 @dataclass(frozen=True)
 class Assignment:
-    """What the cut decided: ``free`` operators, the least traffic in bytes, and that of the two plain choices."""
+    """What the cut decided: ``free`` operators, the least traffic in bytes, and that of the two plain choices.
+
+    ``saved``: the bytes that fp32 throughout, bound operators and all, would move more; negative where it moves fewer.
+    """
 
     free: int
     cut: Cut
     all_half: int
     all_full: int
+    saved: int
 
 
 def assign(
@@ -90,9 +94,10 @@ def assign(
     ]
     if constraints is not None and constraints.replaced:
         saturate_stored(program, lists.dtype, constraints, {op: choice.slots for op, choice in final.items()})
+    saved = problem.saved(cut.value)
     magnitudes = constraints.magnitudes if constraints else {}
     apply(program, final, lists, narrow_parameters=False, fetchable=False, magnitudes=magnitudes)
-    return Assignment(len(free), cut, *sides)
+    return Assignment(len(free), cut, *sides, saved=saved)
 
 
 class _Choices(Rules):
