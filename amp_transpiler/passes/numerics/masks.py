@@ -134,7 +134,8 @@ class Masks:
             if any(v in found for v in self._further(variable)):
                 found.add(variable)
 
-        for op, _, read in reversed(self.flow.steps) if self.summands else ():
+        sweeps = 2 if self.flow.results else 1  # an If may come before what is in its branches
+        for op, _, read in self.flow.steps[::-1] * sweeps if self.summands else ():
             made = [v for v in op.outputs if v is not None and v in self.summands]
             for each in made:
                 settle(each)

@@ -26,7 +26,8 @@ _BOUNDING = frozenset({"Clip", "Max", "Min", "Where"})
 
 def keep_from_poles(flow: Flow, dtype: str, constraints: Constraints) -> None:
     """Add to ``constraints`` the tensors between such bounds and the operators with poles, and a note of each bound."""
-    if flow.kinds.keys().isdisjoint(_BOUNDING):
+    poles = flow.kinds.keys() & {"Div", "Pow"} or any(kind.poles for kind in flow.kinds.values())
+    if not poles or flow.kinds.keys().isdisjoint(_BOUNDING):
         return
     for op, name, _ in flow.steps:
         made = op.output(0) if name in _BOUNDING else None

@@ -41,7 +41,8 @@ _SOURCES = _NARROW | {"int32", "uint32", "int64", "uint64"}
 class Assignment:
     """What the cut decided: ``free`` operators, the least traffic in bytes, and that of the two plain choices.
 
-    ``saved``: the bytes that fp32 throughout, bound operators and all, would move more; negative where it moves fewer.
+    ``saved``: in mode "mixed" the bytes that fp32 throughout, bound operators and all, would move more; negative where
+    it moves fewer.
     """
 
     free: int
@@ -88,16 +89,16 @@ def assign(
         final[op] = choice
     for boundary in choices.boundaries:
         boundary.retype(final[boundary.op], lists.dtype if chosen[boundary] else "float32")
-    sides = [
+    all_half, all_full = (
         cut.value if all(chosen is side for chosen in cut.half) else traffic_of(problem.costs, problem.tensors, side)
         for side in (HALF, FULL)
-    ]
+    )
     if constraints is not None and constraints.replaced:
         saturate_stored(program, lists.dtype, constraints, {op: choice.slots for op, choice in final.items()})
-    saved = problem.saved(cut.value)
+    saved = problem.saved(cut.value) if mode == "mixed" else 0
     magnitudes = constraints.magnitudes if constraints else {}
     apply(program, final, lists, narrow_parameters=False, fetchable=False, magnitudes=magnitudes)
-    return Assignment(len(free), cut, *sides, saved=saved)
+    return Assignment(len(free), cut, all_half, all_full, saved)
 
 
 class _Choices(Rules):

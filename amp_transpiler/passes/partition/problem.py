@@ -64,7 +64,7 @@ class Problem:
         self._reads(ways)
         moved = _Moved()
         self.costs = [moved(op, half, full) for op, half, full in ways if op in self.number]
-        self.bound = [(op, half) for op, half, _ in ways if op not in self.number and half.precision == dtype]
+        self.ways = ways
         for boundary in crossing:
             for variable in boundary.inner() if boundary.made else (boundary.outer(),):
                 ends = self._ends(source(variable))
@@ -80,8 +80,9 @@ class Problem:
 
     def saved(self, traffic: int) -> int:
         """Bytes that fp32 throughout would move beyond an assignment of this traffic; negative where it moves fewer."""
-        full = sum(full for _, full in self.costs)
-        return full - traffic + sum(_moved(op, _widened(bound)) - _moved(op, bound) for op, bound in self.bound)
+        bound = [(op, half) for op, half, _ in self.ways if op not in self.number and half.precision == self.dtype]
+        more = sum(_moved(op, _widened(half)) - _moved(op, half) for op, half in bound)
+        return sum(full for _, full in self.costs) + more - traffic
 
     def _writes(self, ways: list[_Way]) -> None:
         """Note who makes each tensor."""
