@@ -20,7 +20,7 @@ def model(body: str, eps: float, opset: int = 17) -> Program:
     return program(
         f"""main (float[257] x) => (float[257] y)
     <float lo = {{{eps:.9f}}}, float hi = {{{1 - eps:.9f}}}, float one = {{1}}, float two = {{2}}, float zero = {{0}},
-     float minus = {{-0.5}}> {{ {body} }}""",
+     float minus = {{-0.5}}, int64[1] two_ = {{255}}, int64[1] three_ = {{257}}, int64[2] parts = {{257, 2}}> {{ {body} }}""",
         opset,
     )
 
@@ -44,6 +44,11 @@ POLES = {
     ),
     "cross-entropy": (
         "a = Max(x, lo)  c = Min(hi, a)  n = Neg(c)  d = Add(n, one)  y = Log(d)",
+        lambda x, eps: np.log(1 - np.clip(x, eps, 1 - eps)),
+    ),
+    "a part of it": (
+        """s = Slice(x, two_, three_)  j = Concat<axis = 0>(x, s)  c = Clip(j, lo, hi)  u, v = Split<axis = 0>(c, parts)
+        d = Sub(one, v)  l = Log(d)  e = Sub(one, u)  g = Log(e)  k = ReduceMin(l)  z = Mul(k, zero)  y = Add(g, z)""",
         lambda x, eps: np.log(1 - np.clip(x, eps, 1 - eps)),
     ),
     "one over": (

@@ -66,11 +66,13 @@ def _follow(
                     constraints.keep_tensor(kept, why)
                     kept = before.get(kept)
                 continue
-            made = reader.output(0)
             one, other = (_becomes(reader, name, slot, value, flow) for value in (exact, short))
-            if made is not None and made not in values and one is not None and other is not None:
-                values[made], before[made] = (one, _rounded(other, dtype)), variable
-                pending.append(made)
+            if one is None or other is None:
+                continue
+            for made in reader.outputs:
+                if made is not None and made not in values:
+                    values[made], before[made] = (one, _rounded(other, dtype)), variable
+                    pending.append(made)
     if met and bound is not None and bound.name not in {note.name for note in constraints.constants}:
         note = ConstantNote(bound.name, "underflow", 1, 1, number, "what reads it stays fp32")
         constraints.constants.append(note)
