@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.conversion.bisection import BUDGET, CHOOSING, RETURNING, Bisection, Found
-from amp_transpiler.conversion.calibration.as_given import outputs_as_given
+from amp_transpiler.conversion.calibration.as_given import measurable, outputs_as_given
 from amp_transpiler.conversion.calibration.measure import Measurement, measure, outputs_of
 from amp_transpiler.conversion.calibration.samples import load_calibration
 from amp_transpiler.conversion.calibration.trials import Trials
@@ -120,6 +120,7 @@ class _Search:
         most = 4 + BUDGET + TRIES + (TRIES - 1) * (CHOOSING + RETURNING)
         self.runs, self.most = 0, most if options.searches else 2
         self.expected = outputs_of(program, batches) if original is None else outputs_as_given(original, batches)
+        measurable(program, self.expected, CALIBRATION)
         self.reference = _saturated(program, options)
 
     def run(self) -> Outcome:

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import onnxruntime as ort
 
 from amp_transpiler.conversion.calibration.draws import draws
 from amp_transpiler.conversion.calibration.measure import EMBEDDED, Batch, outputs_of
-from amp_transpiler.errors import ExecutionError
+from amp_transpiler.errors import ExecutionError, FeedError
 from amp_transpiler.ir.onnx_out import model_of
 from amp_transpiler.ir.proto_residue import source_of
 from amp_transpiler.ir.tensors import byte_size, tensor_type
@@ -46,6 +47,19 @@ def outputs_as_given(program: Program, batches: Sequence[Batch]) -> list[list[An
         except Exception:  # onnxruntime's errors have no common base class
             return outputs_of(program, batches)
     return found
+
+
+def measurable(program: Program, outputs: Sequence[Sequence[Any]], sample: str) -> None:
+    """FeedError where ``outputs``, those of ``program`` on each batch, hold no number that errors could be measured
+    by: all floats are NaN."""
+    floats = [
+        value for batch in outputs for value in batch if isinstance(value, np.ndarray) and value.dtype.kind == "f"
+    ]
+    if any(map(np.size, floats)) and all(np.isnan(value).all() for value in floats):
+        raise FeedError(
+            f"every floating-point output of program '{program.name}' is NaN in float32 too on {sample}, so that "
+            "nothing can be measured; give data on which it gives numbers"
+        )
 
 
 def _comparable(program: Program) -> bool:

@@ -156,8 +156,9 @@ def _check_range(variable: Variable, array: np.ndarray, result: np.ndarray, dtyp
         worst, kind = float(np.abs(array[lost]).max()), "parameter" if variable.persistable else "constant"
         raise PrecisionError(
             f"{kind} '{variable.name}' of program '{variable.program.name}' holds {worst:g}, beyond the range of "
-            f"{dtype} (±{LIMITS[dtype].largest:.5g}), and '{reader}' reads it in {dtype}. Put '{variable.name}' on "
-            "custom_black_varnames to keep its readers fp32, or change its value"
+            f"{dtype} (±{LIMITS[dtype].largest:.5g}), and '{reader}' reads it in {dtype}. Keep its "
+            f"readers fp32: put '{variable.name}' on custom_black_varnames (black_varnames of amp.convert, "
+            "--black-varnames), or change its value"
         )
 
 
