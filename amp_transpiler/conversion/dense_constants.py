@@ -64,8 +64,11 @@ def _sparse(program: Graph) -> Iterator[tuple[Variable, onnx.SparseTensorProto]]
     """The sparse constants of floats, of initializers and Constant operators, with what they hold."""
     for each in programs(program):
         for variable in each.variables:
-            data, producer = variable.data, variable.producer
-            if data is None and producer is not None and producer.type == "Constant" and not producer.domain:
+            data = variable.data
+            if data is None:
+                producer = variable.producer
+                if producer is None or producer.type != "Constant" or producer.domain:
+                    continue  # as most
                 data = producer.attrs.get("sparse_value")
             if isinstance(data, onnx.SparseTensorProto) and tensor_type(data)[0] in FLOATS:
                 yield variable, data
