@@ -96,6 +96,7 @@ class Kind(Enum):
     CONSTANT_BEYOND = "constant '{subject}' holds {detail}, beyond {detail}"
     CONSTANT_VANISHES = "constant '{subject}' holds {detail}, which is 0 in {detail}"
     CONSTANT_OFF = "constant '{subject}' is {detail} off in {detail} (relative error)"
+    SPARSE = "sparse constant '{subject}' is too large to be looked through"
     INTERVAL = "its values lie in [{detail}, {detail}], beyond {detail}"
     INPUT = "'{subject}': {cause}"
     SQUARE_RANGE = "x*x leaves fp16 beyond 255 and vanishes near 0"
