@@ -53,11 +53,16 @@ class Training:
     allreduce_precision: str = "float32"
     post_allreduce_callbacks: Sequence[Callback] | None = None
 
+    @property
+    def parts(self) -> list[object]:
+        """The objects that building a step changes: optimizers, and their schedules."""
+        return [part for optimizer in self.optimizers for part in optimizer.parts]
+
 
 #: What the step is made of: ``training`` of a decorated optimizer.
-TRAINING: Value[Training] = Value("training")
+TRAINING: Value[Training] = Value("training", changed=lambda training: training.parts)
 #: Where new state is initialised; the program's own where it is left out.
-STARTUP: Value[Program] = Value("startup_program")
+STARTUP: Value[Program] = Value("startup_program", changed=lambda startup: (startup,))
 #: How far the step is built.
 STEP: Value[Step] = Value("step")
 #: The sums of a window, and then all that each of its runs updates.

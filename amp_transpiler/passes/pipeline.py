@@ -63,9 +63,13 @@ _HOLDS: dict[Property, Callable[[Graph], bool]] = {
 
 @dataclass(frozen=True, eq=False)
 class Value(Generic[T]):
-    """What passes are handed beside the graph: by the caller, as the argument ``name`` of a run, or by other passes."""
+    """What passes are handed beside the graph: by the caller, as the argument ``name`` of a run, or by other passes.
+
+    ``changed``: the programs and objects of a value that passes change, beside the graph.
+    """
 
     name: str
+    changed: Callable[[T], Iterable[object]] = lambda value: ()
 
     def __str__(self) -> str:
         return f"`{self.name}`"
@@ -186,8 +190,10 @@ class Pipeline:
         return iter(self.passes)
 
     def run(self, program: Graph, **values: Any) -> Ran:
-        """Run the passes on ``program``, in place and in order; where one raises, the program is as before.
+        """Run the passes on ``program``, in place and in order; where one raises, all is as before.
 
+        That is the program, its startup program where passes add state, and what ``values`` hold that they change, such
+        as the optimizers of ``training``.
         ``values`` are those that passes take beside the program, such as ``loss`` of ``autodiff``. Returns what was
         done: ``ran.changes``, each pass with whether it changed anything; ``ran["gradients"]``, the values that passes
         made, by name; ``ran.notes``, what they have to say. ArgumentError for a value that no pass takes. GraphError
@@ -202,7 +208,8 @@ class Pipeline:
         context = Context({known[name]: value for name, value in values.items()})
         _check(self, program, context)
         startup = program.startup if any(each.initialises for each in self) else None
-        with unchanged_on_error(program, startup):
+        others = [each for name, value in values.items() for each in known[name].changed(value)]
+        with unchanged_on_error(program, startup, *others):
             changes = apply(self, program, context)
         made = {name: context[value] for name, value in known.items() if value in context}
         return Ran(changes, made, tuple(context.notes))
