@@ -25,9 +25,10 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Declared, infer_operator
 from amp_transpiler.ir.metadata import FULL, FUSED
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.opdef import lookup, rule_of
+from amp_transpiler.ir.opdef import lookup
 from amp_transpiler.ir.operator_call import OperatorCall
 from amp_transpiler.ir.reasons import Kind, Reason
+from amp_transpiler.ir.rule_errors import rule_of
 from amp_transpiler.ir.types import ONNX_TYPES, numpy_dtype
 
 Entry = Callable[..., Sequence[Variable | None]]
