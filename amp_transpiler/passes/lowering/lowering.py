@@ -15,6 +15,7 @@ from amp_transpiler.lists import NEWEST_OPSET, TARGET_OPSET, place_kinds, place_
 from amp_transpiler.passes.canonicalize.control_flow import FEED_SHAPES, ExpandControlFlow
 from amp_transpiler.passes.canonicalize.inlining import InlineFunctions
 from amp_transpiler.passes.canonicalize.opset import can_convert, convert_opset
+from amp_transpiler.passes.canonicalize.standard_form import DecomposeForRuntime
 from amp_transpiler.passes.lowering.arithmetic import Arithmetic, kernels_of
 from amp_transpiler.passes.lowering.computed_sizes import decided_error, with_computed_sizes
 from amp_transpiler.passes.lowering.emission import emit
@@ -123,7 +124,7 @@ class Emit(Pass):
 def lowering(place: str) -> Pipeline:
     """The passes that make the model that ``place`` runs."""
     opset, expanded = RuntimeOpset(place), ExpandControlFlow(bodies=True)
-    return Pipeline((InlineFunctions(), opset, expanded, MixedNorms(place), Emit(place)))
+    return Pipeline((InlineFunctions(), DecomposeForRuntime(), opset, expanded, MixedNorms(place), Emit(place)))
 
 
 def lower(
