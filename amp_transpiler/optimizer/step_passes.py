@@ -60,15 +60,17 @@ class Training:
 
 
 #: What the step is made of: ``training`` of a decorated optimizer.
-TRAINING: Value[Training] = Value("training", changed=lambda training: training.parts)
+TRAINING: Value[Training] = Value(
+    "training", Training, "`training` of a decorated optimizer", changed=lambda training: training.parts
+)
 #: Where new state is initialised; the program's own where it is left out.
-STARTUP: Value[Program] = Value("startup_program", changed=lambda startup: (startup,))
+STARTUP: Value[Program] = Value("startup_program", Program, changed=lambda startup: (startup,))
 #: How far the step is built.
-STEP: Value[Step] = Value("step")
+STEP: Value[Step] = Value("step", Step)
 #: The sums of a window, and then all that each of its runs updates.
-WINDOW: Value[dict[Variable, Variable]] = Value("window")
+WINDOW: Value[dict[Variable, Variable]] = Value("window", dict)
 #: The update operators.
-UPDATES: Value[list[Operator]] = Value("updates")
+UPDATES: Value[list[Operator]] = Value("updates", list)
 
 
 @dataclass(frozen=True)
