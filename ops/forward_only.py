@@ -38,8 +38,6 @@ traits(
 # Quantised numbers and bit patterns.
 traits("BitCast", bits=True)
 traits("QLinearConv", "QLinearMatMul")
-traits("DequantizeLinear", settings=(1,))
-traits("QuantizeLinear", settings=(1,), quantises=True)
 traits("DynamicQuantizeLinear", settings=(0,), quantises=True)
 # Layers of state-space and linear-attention models.
 traits(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions
+from amp_transpiler.conversion.dense_constants import keep_sparse
 from amp_transpiler.conversion.io_types import io_to_narrow
 from amp_transpiler.conversion.store_weights import store_weights
 from amp_transpiler.errors import ArgumentError
@@ -42,6 +43,7 @@ def constraints_of(program: Graph, options: ConversionOptions) -> Constraints | 
     if not options.numeric_guards:
         return Constraints() if options.mode == "auto" else None
     constraints = known_constraints(program, options.dtype, ranges, options.tell)
+    keep_sparse(program, constraints)
     keep_rounded(program, options.kind, options.dtype, constraints)
     keep_norms(program, options.dtype, constraints)
     if options.mode == "auto" and not options.searches:

@@ -17,6 +17,7 @@ from amp_transpiler.ir.parameter_names import made_up
 from amp_transpiler.ir.tensors import tensor_type
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.ir.weights import ONE_NUMBER, STATISTICS, not_a_weight
+from amp_transpiler.ops.fake_quantize import stored_quantised
 from amp_transpiler.passes.view.constants import content
 from amp_transpiler.program import Program
 
@@ -132,6 +133,11 @@ def numbers_left(program: Program) -> list[str]:
         return []
     named = ", ".join(map(repr, left[:3])) + ", …" * (len(left) > 3)
     return [f"{named}: single numbers, not trained; name in trainable what the model learns of them"]
+
+
+def integers_left(program: Program) -> list[str]:
+    """Say which weights are stored as integers, and so are not trained."""
+    return [said for said in [stored_quantised(program)] if said]
 
 
 def leave_input_scaling(program: Program) -> list[str]:

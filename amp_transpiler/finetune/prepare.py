@@ -16,6 +16,7 @@ from amp_transpiler.conversion.fold_constants import fold_values
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
 from amp_transpiler.finetune.import_weights import (
     adopt_named,
+    integers_left,
     leave_input_scaling,
     numbers_left,
     weights_from_constants,
@@ -107,6 +108,7 @@ def prepare_training(
     RMS norms, SiLUs and rotary positions are those which onnxruntime has at every opset (SimplifiedLayerNormalization,
     QuickGelu, RotaryEmbedding); what is saved for inference has them written out. What exports of attention put in the
     place of NaN goes where no mask can make one: NaN of the scores would be hidden from the loss scaling.
+    Weights that pass a QuantizeLinear and a DequantizeLinear train; those that are stored as integers do not.
     BatchNormalization and Dropout train, an If on a constant is inlined, loops of known length are unrolled, what is
     computed of constants and of declared sizes is a constant, sequences of known pieces are tensors, what changes
     nothing (Identity, x + 0, x * 1) goes, its result being what it reads, and calls of the model's functions are
@@ -187,6 +189,7 @@ def prepare_training(
         notes += restore_names(program) if restore else []
         notes += shared_by_layers(program)
         notes += numbers_left(program)
+        notes += integers_left(program)
         frozen = batch_norm == "frozen"
         notes += freeze_batch_norm(program) if frozen else train_batch_norm(program, batch_norm == "synchronized")
         notes += train_dropout(program)
@@ -284,7 +287,7 @@ def _select(
     if not program.parameters:
         raise ArgumentError(
             f"prepare_training: no parameter of program '{program.name}' is left to train (trainable="
-            f"{trainable!r}, freeze={freeze!r})"
+            f"{trainable!r}, freeze={freeze!r}){''.join('. ' + said for said in integers_left(program))}"
         )
 
 

@@ -78,6 +78,7 @@ class Kind(Enum):
     KEPT_SLOTS = "its slots stay fp32"
     ONE_TYPE = "its kernels take '{subject}' in {detail} alone, and it is {detail}"
     QUANTISED = "onnxruntime makes one integer kernel of '{subject}' and what quantises it, whose scales are fp32"
+    FAKE_QUANTISED = "quantises and brings back: the scale of the pair is fp32"
     # -- numbers -----------------------------------------------------------------------------------
     LOSS = "makes the loss"
     STATISTICS = "statistics of a normalisation"
@@ -95,6 +96,7 @@ class Kind(Enum):
     CONSTANT_BEYOND = "constant '{subject}' holds {detail}, beyond {detail}"
     CONSTANT_VANISHES = "constant '{subject}' holds {detail}, which is 0 in {detail}"
     CONSTANT_OFF = "constant '{subject}' is {detail} off in {detail} (relative error)"
+    SPARSE = "sparse constant '{subject}' is too large to be looked through"
     INTERVAL = "its values lie in [{detail}, {detail}], beyond {detail}"
     INPUT = "'{subject}': {cause}"
     SQUARE_RANGE = "x*x leaves fp16 beyond 255 and vanishes near 0"

@@ -93,7 +93,7 @@ def std(x: Variable, axis: Axis = None, unbiased: bool = True, keepdim: bool = F
 
 
 @function("nn.reduction")
-def norm(x: Variable, p: float = 2, axis: Axis = None, keepdim: bool = False) -> Variable:
+def norm(x: Variable, p: float | str = 2, axis: Axis = None, keepdim: bool = False) -> Variable:
     """``sum(|x|**p)**(1/p)`` over ``axis``, or over everything: a vector's ``p``-norm. ``x``: float.
 
     ``p``: 1 or more, "fro" for 2, infinity for the largest absolute value, -infinity for the smallest. In 16-bit
@@ -135,7 +135,7 @@ def _power(call: str, p: Any) -> float:
 
 
 @function()
-def normalize(x: Variable, p: float = 2, axis: int = 1, epsilon: float = 1e-12) -> Variable:
+def normalize(x: Variable, p: float | str = 2, axis: int = 1, epsilon: float = 1e-12) -> Variable:
     """``x`` over its :func:`norm` along ``axis``, which counts as at least ``epsilon``; zeros stay zeros."""
     call = "normalize"
     at = axis_of(call, axis, variable(call, "x", x, dtypes=FLOATING))

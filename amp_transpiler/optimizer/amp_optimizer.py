@@ -260,7 +260,10 @@ class OptimizerWithMixedPrecision:
         return self._step.built("get_loss_scale_state").scale.read(scope)
 
     def set_loss_scale_state(self, state: LossScale, scope: Scope | None = None) -> None:
-        """Let the next step start from this loss scale and these counts. ArgumentError: the state of another scaler."""
+        """Let the next step start from this loss scale and these counts.
+
+        ArgumentError: the state of another scaler. OrderError: another scale inside of a window of accumulation.
+        """
         self._step.built("set_loss_scale_state").scale.write(state, scope)
 
     def check_alarm(self, scope: Scope | None = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +24,7 @@ _KEYS = ("params", "learning_rate", "weight_decay", "grad_clip")
 Items = Sequence[Variable | str]
 
 
-def number(owner: str, name: str, value: Any, low: float, high: float = math.inf, *, open_low: bool = False) -> float:
+def number(owner: str, name: str, value: Any, low: float, high: float = 2.0**128, *, open_low: bool = False) -> float:
     """``value`` as a float in ``[low, high)``; ArgumentError that names the owner and the argument otherwise."""
     bad = not is_finite(value)
     if bad or not low <= value < high or (open_low and value == low):

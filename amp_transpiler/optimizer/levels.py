@@ -10,6 +10,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.types import element_type
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.optimizer.update_rule import UpdateRule
+from amp_transpiler.option_checks import switch
 
 Decorate = TypeVar("Decorate", bound=Callable[..., Any])
 #: Keywords that stand in one of the two signatures alone.
@@ -36,8 +37,9 @@ def with_levels(decorate: Decorate) -> Decorate:
     @wraps(decorate)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not kwargs.keys() & _LEVELS and not (len(args) > 2 and isinstance(args[2], str)):
-            if kwargs.pop("use_bf16", False):
-                kwargs["dtype"] = "bfloat16"
+            if switch("decorate: use_bf16", kwargs.pop("use_bf16", False)):
+                if element_type(kwargs.setdefault("dtype", "bfloat16")) != "bfloat16":
+                    raise ArgumentError(f"decorate: use_bf16=True and dtype={kwargs['dtype']!r}; give one of them")
             return decorate(*args, **kwargs)
         mixed = sorted(kwargs.keys() & _OURS)
         if mixed:
@@ -45,8 +47,15 @@ def with_levels(decorate: Decorate) -> Decorate:
                 f"decorate: {mixed[0]} belongs to the other of Paddle's two signatures; with level "
                 "say level='O2', use_amp_guard=True or dtype='bfloat16'"
             )
-        keywords = _by_level(*args, **kwargs)
-        return decorate(**keywords)
+        keywords, masters = _by_level(*args, **kwargs)
+        try:
+            for one in masters:
+                one.multi_precision = True
+            return decorate(**keywords)
+        except BaseException:
+            for one in masters:
+                one.multi_precision = False
+            raise
 
     return cast(Decorate, call)
 
@@ -67,11 +76,15 @@ def _by_level(
     use_amp_guard: bool = False,
     use_promote: bool = False,
     **ours: Any,
-) -> dict[str, Any]:
-    """Our keywords for a call by level. ``master_grad`` changes nothing: gradients are unscaled and applied in fp32."""
-    for name, flag in (("master_weight", master_weight), ("master_grad", master_grad)):
-        if not isinstance(flag, (bool, type(None))):
-            raise ArgumentTypeError(f"decorate: {name} is {flag!r}; expected True or False")
+) -> tuple[dict[str, Any], list[UpdateRule]]:
+    """Our keywords for a call by level, and the optimizers that get masters.
+
+    ``master_grad`` changes nothing: gradients are unscaled and applied in fp32.
+    """
+    flags = {"master_weight": master_weight, "master_grad": master_grad, "use_amp_guard": use_amp_guard}
+    for name, flag in flags.items():
+        if flag is not None:
+            switch(f"decorate: {name}", flag)
     if not isinstance(level, str) or level.upper() not in ("O1", "O2", "OD"):
         way = " Without mixed precision, call minimize of the optimizer itself." if level in ("O0", "o0") else ""
         raise ArgumentError(
@@ -87,15 +100,14 @@ def _by_level(
             strict=True,
         )
     )
-    if scaling != _SCALING or element_type(dtype) != "bfloat16":  # bfloat16 is scaled where numbers say so alone
+    # bfloat16 is scaled where numbers say so alone; a scaler has numbers of its own.
+    if scaling != _SCALING or (element_type(dtype) != "bfloat16" and ours.get("scaler") is None):
         ours |= scaling
     if use_dynamic_loss_scaling is not None:
         ours["use_dynamic_loss_scaling"] = use_dynamic_loss_scaling
-    if master_weight is not False:
-        for each in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
-            if isinstance(each, UpdateRule):
-                each.multi_precision = True
-    return {
+    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    masters = [one for one in given if isinstance(one, UpdateRule) and not one.multi_precision]
+    keywords = {
         "optimizer": optimizer,
         "amp_lists": amp_lists,
         "dtype": dtype,
@@ -104,6 +116,7 @@ def _by_level(
         "use_promote": use_promote,
         **ours,
     }
+    return keywords, masters if master_weight is not False else []
 
 
 def _white_alone(amp_lists: Any, dtype: Any) -> AutoMixedPrecisionLists:

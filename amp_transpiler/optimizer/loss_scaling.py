@@ -12,7 +12,7 @@ from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.ops.training.scaling import CHECK, UPDATE_SCALE, master_type
 from amp_transpiler.optimizer.state import owned_name
-from amp_transpiler.option_checks import is_finite, is_whole
+from amp_transpiler.option_checks import is_finite, is_whole, switch
 from amp_transpiler.program import Program
 
 
@@ -105,10 +105,11 @@ def update_loss_scaling(
     Raises:
         ArgumentTypeError, ArgumentError: as above.
     """
+    stays = switch("update_loss_scaling: stop_update", stop_update)
     attrs: dict[str, Any] = scaling_attributes(
         "update_loss_scaling", incr_every_n_steps, decr_every_n_nan_or_inf, incr_ratio, decr_ratio
     )
-    if len(grads):
+    if not isinstance(grads, (list, tuple)) or grads:
         _gradients("update_loss_scaling", grads)
     state = [prev_loss_scaling, num_good_steps, num_bad_steps]
     _one_element("found_inf", found_inf, "bool")
@@ -116,7 +117,7 @@ def update_loss_scaling(
         ("prev_loss_scaling", "num_good_steps", "num_bad_steps"), state, ("float32", "int32", "int32"), strict=True
     ):
         _one_element(name, variable, dtype)
-    return append_scale_update(grads, found_inf, state, {**attrs, "stop_update": bool(stop_update)})
+    return append_scale_update(grads, found_inf, state, {**attrs, "stop_update": stays})
 
 
 def append_scale_update(

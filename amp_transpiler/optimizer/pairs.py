@@ -7,8 +7,10 @@ from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError
 from amp_transpiler.ir.nodes import OWN, Variable
+from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.ops.training.all_reduce import ALL_REDUCE
 from amp_transpiler.ops.training.scaling import CHECK
+from amp_transpiler.optimizer.given_rows import keep_rows
 from amp_transpiler.program import Program, program_of
 from amp_transpiler.warn import warn_user
 
@@ -90,7 +92,10 @@ def without_none(params_grads: Any) -> ParamsGrads:
 
 
 def checked_pairs(params_grads: ParamsGrads) -> Program:
-    """The program of [(parameter, gradient)]; errors for anything else, an empty list, a parameter given twice."""
+    """The program of [(parameter, gradient)]; errors for anything else, an empty list, a parameter given twice.
+
+    What code of the user's computes of the rows of a sparse gradient is of these rows from here on.
+    """
     pairs = list(params_grads)
     if not all(
         isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(v, Variable) for v in pair) for pair in pairs
@@ -111,7 +116,25 @@ def checked_pairs(params_grads: ParamsGrads) -> Program:
     for parameter, grad in pairs:
         if parameter.program is not pairs[0][0].program or grad.program is not parameter.program:
             raise GraphError(f"parameter '{parameter.name}' and gradient '{grad.name}' belong to different programs")
+        keep_rows(parameter, grad)
+        _check_fit(parameter, grad)
     return program_of(pairs[0][0])
+
+
+def _check_fit(parameter: Variable, grad: Variable) -> None:
+    """ArgumentError where a gradient is known not to be one of the parameter, by its type or shape."""
+    whole, given = parameter.shape, grad.shape
+    same = grad.rows is not None or whole is None or given is None or len(whole) == len(given)
+    if same and grad.rows is None and whole is not None and given is not None:
+        same = all(a == b or not (isinstance(a, int) and isinstance(b, int)) for a, b in zip(whole, given, strict=True))
+    if not same or grad.dtype not in (None, *FLOATS):
+        raise ArgumentError(
+            f"gradient {_typed(grad)} does not fit parameter {_typed(parameter)}: it is a float tensor of its shape"
+        )
+
+
+def _typed(variable: Variable) -> str:
+    return f"'{variable.name}' ({variable.dtype} {'of any shape' if variable.shape is None else list(variable.shape)})"
 
 
 def warn_untrained(wanted: Sequence[Variable], params_grads: ParamsGrads, no_grad_set: Names | None) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
 from amp_transpiler.ir import context
 from amp_transpiler.ir.nodes import OWN, SCALING, Variable
 from amp_transpiler.ir.types import LIMITS
@@ -15,7 +15,7 @@ from amp_transpiler.ops.training.scaling import COUNT_BAD
 from amp_transpiler.optimizer.loss_scaling import append_scale_update
 from amp_transpiler.optimizer.scaler import LossScale, LossScaler
 from amp_transpiler.optimizer.state import create_state, shared_name
-from amp_transpiler.option_checks import is_real
+from amp_transpiler.option_checks import is_real, is_whole
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.scope import Scope, check_scope
 
@@ -93,7 +93,8 @@ class ScaleState:
     def write(self, record: LossScale, scope: Scope | None = None) -> None:
         """Put a record into a scope.
 
-        ArgumentTypeError: no LossScale. ArgumentError: it lacks a count of this scaler, or has one of another.
+        ArgumentTypeError: no LossScale. ArgumentError: it lacks a count of this scaler, or has one of another, or a
+        number is out of range. OrderError: another scale inside of a window of accumulation.
         """
         scope = check_scope(scope)
         if not isinstance(record, LossScale):
@@ -107,11 +108,28 @@ class ScaleState:
                 f"{record} is the state of another loss scaler: this one "
                 f"{'has' if own[wrong[0]] is not None else 'has no'} {wrong[0]}"
             )
+        for name, variable in own.items():
+            count = getattr(record, name)
+            if variable is not None and name != "scale" and not (is_whole(count) and -(2**31) <= count < 2**31):
+                raise ArgumentError(f"the count '{name}' of a loss scale is {count!r:.80}; expected a number of int32")
+        self._check_window(record.scale, scope)
         with scope.writing():
             for name, variable in own.items():
                 if variable is not None:
                     dtype = np.float32 if name == "scale" else np.int32
                     scope.set_var(variable.name, np.array([getattr(record, name)], dtype))
+
+    def _check_window(self, scale: float, scope: Scope) -> None:
+        """OrderError where gradients that were multiplied by another scale are added up."""
+        window = self.scale.program.accumulation
+        if window is None or not all(scope.has_var(v.name) for v in (window.counter, self.scale)):
+            return
+        done, now = (scope.find_var(v.name).item() for v in (window.counter, self.scale))
+        if done and now != np.float32(scale):
+            raise OrderError(
+                f"the loss scale is {now:g} in a window of gradient accumulation, of which {done} of {window.steps} "
+                f"runs are done; set it to {scale:g} when the window is over"
+            )
 
 
 __all__ = ["ScaleState"]

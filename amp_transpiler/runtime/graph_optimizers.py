@@ -24,8 +24,9 @@ _POOLS = frozenset({"MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePoo
 }
 
 #: What takes more memory than it saves time: parts of a tensor that are cut out where they are read (the directions of
-#: a recurrent layer) are all cut out at once.
-UNWANTED = ("GatherSliceToSplitFusion",)
+#: a recurrent layer) are all cut out at once. What quantises again behind each Slice of something quantised, as the
+#: gradient of a convolution has many, and writes pairs of two types there at opset 21, which do not load (1.31).
+UNWANTED = ("GatherSliceToSplitFusion", "QDQPropagationTransformer")
 
 #: Optimiser of onnxruntime 1.31 -> operators without any of which it finds nothing. Those that another optimiser makes
 #: of others stand beside them.

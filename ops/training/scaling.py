@@ -172,8 +172,8 @@ def _check_finite_and_unscale(e: Emitter, op: Operator, scale: Value, *grads: Va
 
     Of fp16 gradients in a flat tensor, and of large ones on CPU, the mean of the scaled ones is looked at, with the
     inverse scale beside it. The mean is finite where they are: their sum in fp32, inside the kernel, stays below 2**16
-    times their number. An unscaled one is finite then unless the inverse is above 2**111, which counts as infinite. Of
-    fp32 ones it is the sum of magnitudes, unscaled: no two large ones cancel. Updates take them as they were. Of a
+    times their number. An unscaled one is finite then unless the inverse is above 2**111, which counts as infinite.
+    Updates take them as they were: in fp32 their squares are finite too, as those of scaled fp32 ones need not be. Of a
     table of which few rows were looked up it is the sum of these: elsewhere the gradient is zero, and is not made.
 
     Where each rank looks at gradients of its own (``over_ranks``), found_inf is that of any.
@@ -196,14 +196,11 @@ def _check_finite_and_unscale(e: Emitter, op: Operator, scale: Value, *grads: Va
         few = None if found is None else unscaled_rows(e, given[0], found, inverse)
         if few is not None:
             total = e.cast(e.reduce_sum(few[1]), "float32")
-        elif (rows.shapes or large) and raw.dtype in ("float16", "float32"):
+        elif (rows.shapes or large) and raw.dtype == "float16":
             e.shared[before_unscaling(new)] = (raw, inverse)
-            if raw.dtype == "float16":
-                total = e.cast(e.op("ReduceMean", raw, keepdims=0, shape=()), "float32")
-                largest = e.op("Mul", inverse, e.const(2.0**16, "float32"), shape=())
-                zeros.append(e.op("Mul", largest, e.like(0, one), shape=()))
-            else:
-                total = e.op("Mul", e.op("ReduceL1", raw, keepdims=0, shape=()), inverse, shape=())
+            total = e.cast(e.op("ReduceMean", raw, keepdims=0, shape=()), "float32")
+            largest = e.op("Mul", inverse, e.const(2.0**16, "float32"), shape=())
+            zeros.append(e.op("Mul", largest, e.like(0, one), shape=()))
         else:
             total = e.cast(e.reduce_sum(new), "float32")
         zeros.append(e.op("Mul", total, e.like(0, total), shape=()))

@@ -21,7 +21,8 @@ def looked_up(ids: amp.Variable, table: amp.Variable, sparse: bool) -> amp.Varia
 class Recommender:
     """``forward(ids, table, sparse)`` gives what the dense layers read; ``mode`` is fp32, mixed, pure or bf16.
 
-    ``calls``: the parameters of each call of ``apply_gradients``, in the place of ``minimize``.
+    ``calls``: the parameters of each call of ``apply_gradients``, in the place of ``minimize``; ``code``: what
+    ``minimize`` lets change the gradients.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Recommender:
         dtype: str = "float32",
         rows: int = ROWS,
         calls: Callable[[amp.Program], Sequence[set[str]]] | None = None,
+        code: Callable[[Any], Any] | None = None,
         **decorated: Any,
     ) -> None:
         self.main, startup = amp.Program(), amp.Program("startup")
@@ -53,7 +55,7 @@ class Recommender:
                 optimizer = amp.decorate(optimizer, use_pure_fp16=pure, use_fp16_guard=False, **half, **decorated)
             self.optimizer = optimizer
             if calls is None:
-                optimizer.minimize(self.loss, startup)
+                optimizer.minimize(self.loss, startup, post_allreduce_callbacks=None if code is None else [code])
             else:
                 pairs = optimizer.backward(self.loss, startup)
                 for names in calls(self.main):

@@ -93,6 +93,13 @@ def test_stop_update_zeroes_gradients_and_leaves_the_state(case: dict[str, Any])
     ]
 
 
+def test_wrong_kinds_are_refused() -> None:
+    case = oracle("update_loss_scaling_traces.json")["stop_update_cases"][0]
+    for wrong in ("no", 1, None):
+        with pytest.raises(ArgumentTypeError, match=r"stop_update is .*; expected True or False"):
+            scaling_program(case["params"], stop_update=wrong)  # type: ignore[arg-type]
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     st.floats(2**-7, 2.0**127, width=32),

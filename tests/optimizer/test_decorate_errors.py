@@ -18,6 +18,7 @@ from amp_transpiler.ir import unique_name
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.nn import functional as F
 from amp_transpiler.optimizer import decorate
+from amp_transpiler.optimizer.scaler import LossScaler
 from amp_transpiler.program import Program, program_guard
 
 
@@ -55,6 +56,21 @@ def test_wrong_kinds_are_refused() -> None:
         decorate(optim.SGD(), use_pure_fp16="yes")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="decorated already"):
         decorate(decorate(optim.SGD()))  # type: ignore[arg-type]
+
+
+def test_a_call_by_level_that_is_refused_changes_nothing() -> None:
+    adam = optim.Adam()
+    with pytest.raises(ArgumentError, match="init_loss_scaling is -1"):
+        decorate(adam, level="O2", init_loss_scaling=-1)  # type: ignore[call-arg]
+    assert not adam.multi_precision
+    with pytest.raises(ArgumentTypeError, match="use_amp_guard is 3"):
+        decorate(adam, level="O2", use_amp_guard=3)  # type: ignore[call-arg]
+    with pytest.raises(ArgumentTypeError, match="use_bf16 is 'no'"):
+        decorate(adam, use_bf16="no")  # type: ignore[call-arg]
+    with pytest.raises(ArgumentError, match="use_bf16=True and dtype='float16'; give one of them"):
+        decorate(adam, use_bf16=True, dtype="float16")  # type: ignore[call-arg]
+    assert decorate(adam, level="O2", scaler=LossScaler.torch()).loss_scaler == LossScaler.torch()  # type: ignore[call-arg]
+    assert adam.multi_precision
 
 
 def test_a_loss_that_cannot_be_minimised_leaves_the_program_alone() -> None:

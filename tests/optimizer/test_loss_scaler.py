@@ -172,12 +172,28 @@ def test_a_state_of_another_scaler_is_refused() -> None:
         (amp.LossScale(1.0), "this one has good"),
         (amp.LossScale(1.0, 0, 0, 3), "has no bad_in_a_row"),
         (amp.LossScale(-1.0, 0, 0), "the loss scale is -1.0"),
+        (amp.LossScale(2.0, 2**31, 0), "the count 'good' of a loss scale is 2147483648; expected a number of int32"),
+        (amp.LossScale(2.0, 0, 1.5), "the count 'bad' of a loss scale is 1.5"),  # type: ignore[arg-type]
     ],
 )
 def test_a_state_that_lacks_a_counter_is_refused(state: amp.LossScale, message: str) -> None:
     loop = Loop(amp.LossScaler.paddle())
+    before = loop.state()
     with pytest.raises(ArgumentError, match=message):
         loop.optimizer.set_loss_scale_state(state, loop.scope)
+    assert loop.state() == before
+
+
+def test_the_scale_of_sums_is_not_changed_inside_of_a_window() -> None:
+    loop = Loop(amp.LossScaler.paddle(), accumulate_steps=2)
+    other = loop.state()._replace(scale=4.0)
+    loop.step(1.0)
+    with pytest.raises(OrderError, match="of which 1 of 2 runs are done; set it to 4 when the window is over"):
+        loop.optimizer.set_loss_scale_state(other, loop.scope)
+    loop.optimizer.set_loss_scale_state(loop.state(), loop.scope)
+    loop.step(1.0)
+    loop.optimizer.set_loss_scale_state(other, loop.scope)
+    assert loop.state() == other
 
 
 @pytest.mark.parametrize(
@@ -306,3 +322,27 @@ def test_an_alarm_looks_at_the_losses_of_the_call_that_succeeded() -> None:
         optimizer.minimize(loss, startup)
     (counter,) = [op for op in main.operators if op.type == "CountBadSteps"]
     assert [v.name for v in counter.inputs[6:] if v is not None] == [loss.name]
+
+
+@pytest.mark.parametrize("optimizer", [amp.optimizer.Adam, amp.optimizer.Adagrad])
+def test_moments_under_scales_whose_square_is_out_of_range(optimizer: Any) -> None:
+    """A dynamic scale gets there in bfloat16. Gradients that are scaled by powers of two have the same bits."""
+
+    def trained(scale: float) -> list[bytes]:
+        main, startup = amp.Program(), amp.Program("startup")
+        with amp.program_guard(main, startup), amp.unique_name.guard():
+            constant = amp.nn.initializer.Constant(0.01)
+            y = amp.nn.fc(amp.data("x", [2, 512]), 512, bias_attr=False, param_attr=amp.ParamAttr("w", constant))
+            loss = F.mean(y * y)
+            scaled = amp.decorate(optimizer(0.01), dtype="bfloat16", scaler=amp.LossScaler.fixed(scale))
+            scaled.minimize(loss, startup)
+        executor, scope = amp.Executor(), amp.Scope()
+        executor.run(startup, scope=scope)
+        x = np.random.default_rng(0).normal(size=(2, 512)).astype(np.float32)
+        for _ in range(2):
+            executor.run(main, feed={"x": x}, fetch_list=[loss], scope=scope)
+        return [
+            np.asarray(scope.find_var(v.name)).tobytes() for v in main.variables if v.persistable and v.name[0] == "w"
+        ]
+
+    assert trained(2.0**70) == trained(2.0**-70) == trained(1.0)

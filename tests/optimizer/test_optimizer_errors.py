@@ -94,5 +94,8 @@ def test_pairs_are_checked() -> None:
         optim.SGD().apply_gradients([(w, grad), (w, grad)])
     with pytest.raises(ArgumentTypeError, match="params_grads"):
         optim.SGD().apply_gradients([w])  # type: ignore[list-item]
+    for name, dtype, shape in (("one", "float32", (1,)), ("scalar", "float32", ()), ("whole", "int64", (2,))):
+        with pytest.raises(ArgumentError, match=rf"gradient '{name}' \({dtype} .*\) does not fit parameter 'w' \("):
+            optim.SGD().apply_gradients([(w, feed(main, name, dtype, shape))])
     with pytest.raises(GraphError, match="different programs"):
         optim.SGD().apply_gradients([(w, Program().add_input("g", "float32", (2,)))])

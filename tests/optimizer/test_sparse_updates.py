@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 import amp_transpiler as amp
+from amp_transpiler.errors import ArgumentError
 from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.view.training_step import training_step
+from amp_transpiler.warn import AmpWarning
 from tests.helpers.tables import BATCH, IDS, ROWS, Recommender, looked_up, twice
 
 MODES = ("fp32", "mixed", "pure", "bf16")
@@ -222,3 +224,36 @@ def test_one_verdict_over_tables_and_the_rest(apart: str, where: str, value: flo
         step(number, 0.5)
     assert np.frombuffer(net.state()[scale], np.float32)[0] == 64.0  # three good steps, counted once each
     assert net.state()["table"] != after["table"]
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed"])
+def test_code_of_ones_own_on_gradients_of_rows(mode: str) -> None:
+    def smaller(pairs: Any) -> Any:
+        return [(p, F.clip(-0.5 * -g, -1.0, 1.0) / np.float32(2.0)) for p, g in pairs]
+
+    sparse, dense = twice(OPTIMIZERS["sgd"], mode, code=smaller)
+    assert sparse.train() == dense.train()
+    assert {**sparse.state(), "": b""} == {**dense.state(), "": b""}
+    assert updates(sparse.main) == {"SparseSGD"}
+
+
+@pytest.mark.parametrize("code", [lambda g: g + 0.1, lambda g: g * F.sign(g), lambda g: F.clip(g, 0.5, 1.0)])
+def test_code_that_loses_the_rows_is_refused(code: Callable[[amp.Variable], amp.Variable]) -> None:
+    for mode in ("fp32", "mixed"):
+        with pytest.raises(ArgumentError, match=r"'table'.*\((Add|Mul|Clip)\) computes it of 'table@GRAD"):
+            Recommender(OPTIMIZERS["sgd"], mode, code=lambda pairs: [(p, code(g)) for p, g in pairs])
+
+
+def test_a_dense_gradient_of_a_sparse_table() -> None:
+    """As of code that computes one by itself: a table of rows drawn to 0."""
+    net = Recommender(
+        OPTIMIZERS["sgd"], code=lambda pairs: [(p, p * 0.5 if p.name == "table" else g) for p, g in pairs]
+    )
+    before = net.table().copy()
+    net.train(range(1))
+    assert np.array_equal(net.table(), before - 0.5 * (before * np.float32(0.5)))
+
+
+def test_lazy_mode_of_sums_of_whole_tables_is_told() -> None:
+    with pytest.warns(AmpWarning, match="Adam: lazy_mode makes no difference to 'table'.* accumulate_steps adds it"):
+        Recommender(lambda _: amp.optimizer.Adam(0.01, lazy_mode=True), "mixed", accumulate_steps=2)

@@ -14,13 +14,15 @@ from amp_transpiler.ir.decompose import decompose_operator, has_decomposition
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import declare_outputs
 from amp_transpiler.ir.nodes import BACKWARD, OWN, Operator, Variable
-from amp_transpiler.ir.opdef import Gradient, gradient_type, lookup, lowering_rule_of, traits_of
+from amp_transpiler.ir.opdef import Gradient, entry, gradient_type, lookup, lowering_rule_of, own, traits_of
 from amp_transpiler.ir.parameter_names import names_of_parameter
 from amp_transpiler.ir.patterns import is_pattern, matching_names
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
 from amp_transpiler.lists.paddle import paddle_arguments
+from amp_transpiler.ops.fake_quantize import TYPE as FAKE_QUANTIZE
+from amp_transpiler.ops.fake_quantize import limits, quantizer, stored_quantised
 from amp_transpiler.ops.training.seeds import rng_state
 from amp_transpiler.passes.autodiff.dependents import check_reads, dependents, float_slots
 from amp_transpiler.passes.autodiff.if_gradient import append_if_gradient, captured_floats
@@ -28,6 +30,8 @@ from amp_transpiler.passes.autodiff.segments import recompute_activations
 from amp_transpiler.passes.autodiff.sparse_gradient import alike, append_rows, is_sparse_lookup
 from amp_transpiler.passes.canonicalize.control_flow import expand_control_flow, why_not_known
 from amp_transpiler.passes.canonicalize.standard_form import standardize
+
+_NO_LAYERS = "Build the loss from layers with trainable parameters, or pass parameter_list"
 
 
 @paddle_arguments("append_backward")
@@ -120,7 +124,7 @@ def append_gradients(loss: Variable, wanted: Wanted, parts: Sequence[Variable]) 
             names = ", ".join(v.name for v in wanted.parameters[:5]) or "none"
             raise GradientError(
                 f"loss '{part.name}' of program '{program.name}' does not depend on any parameter (parameters: "
-                f"{names}). Build the loss from layers with trainable parameters, or pass parameter_list"
+                f"{names}). {stored_quantised(program) or _NO_LAYERS}"
             )
     with context.operator_role(BACKWARD):
         sweep = _Sweep(order, [(loss, _seed(loss))], needs)
@@ -184,12 +188,13 @@ def _plan(order: list[Operator], ends: Iterable[Variable], needs: set[int]) -> t
         outs = [v for v in op.outputs if v is not None and v.key in reached]
         if not outs:
             continue
-        found = lookup(op)
+        source = quantizer(op) or op
+        found = lookup(op) if source is op else entry(own(FAKE_QUANTIZE))
         rule = found.gradient if found else None
         if rule is not None and rule.zero:
             continue
-        check_reads(op, needs, _way_out(op))
-        slots = float_slots(op, needs)
+        check_reads(source, needs, _way_out(op))
+        slots = float_slots(source, needs)
         captured = captured_floats(op, needs)
         if not slots and not captured:
             continue
@@ -197,7 +202,7 @@ def _plan(order: list[Operator], ends: Iterable[Variable], needs: set[int]) -> t
             _check_rule(op, rule, slots, captured)
             _check_outputs(op, rule, outs)
         plan.append((op, rule, slots))
-        for variable in (*(op.inputs[slot] for slot in slots), *captured):
+        for variable in (*(source.inputs[slot] for slot in slots), *captured):
             assert variable is not None
             reached.add(variable.key)
             contributions[variable.key] += 1
@@ -216,10 +221,8 @@ def _check_outputs(op: Operator, rule: Gradient | None, outs: list[Variable]) ->
 
 
 def _way_out(op: Operator) -> str:
-    return (
-        f"Freeze what lies before it (trainable = False, or no_grad_set), or register a rule with "
-        f"@amp.register_gradient('{op.full_type}', ...)"
-    )
+    rule = f", or register a rule with @amp.register_gradient('{op.full_type}', ...)" if quantizer(op) is None else ""
+    return f"Freeze what lies before it (trainable = False, or no_grad_set){rule}"
 
 
 def _check_rule(op: Operator, rule: Gradient | None, slots: list[int], captured: list[Variable]) -> None:
@@ -347,12 +350,14 @@ class _Sweep:
             self._append_rows(op)
             return
         inputs: list[Variable | None] = []
+        before = quantizer(op)
+        reader = before or op
         for read in rule.reads:
             kind, which = (read[:2], read[2:]) if read.startswith("dy") else (read[:1], read[1:])
             if which == "*":
-                source = list(op.inputs if kind == "x" else op.outputs)
+                source = list(reader.inputs if kind == "x" else op.outputs)
             elif kind == "x":
-                source = [op.input(int(which))]
+                source = [reader.input(int(which))]
             else:
                 source = [op.output(int(which))]
                 if kind == "y" and source[0] is None:
@@ -360,15 +365,17 @@ class _Sweep:
             if kind == "dy":
                 source = [self.total(v) if v is not None and self.reaches(v) else None for v in source]
             inputs.extend(source)
-        outputs: list[Variable | None] = [None] * len(op.inputs)
+        outputs: list[Variable | None] = [None] * len(reader.inputs)
         for slot in slots:
-            variable = op.inputs[slot]
+            variable = reader.inputs[slot]
             assert variable is not None
             outputs[slot] = self.contribution(variable)
         attrs = op.attrs.copy()
         if "x*" in rule.reads:
             attrs["n_inputs"] = len(op.inputs)
-        grad = op.program.add_operator(gradient_type(op.domain, op.type), inputs, outputs, attrs=attrs, domain=OWN)
+        attrs.update({} if before is None else limits(op))
+        type_ = gradient_type(op.domain, op.type if before is None else FAKE_QUANTIZE)
+        grad = op.program.add_operator(type_, inputs, outputs, attrs=attrs, domain=OWN)
         self._appended(grad, op)
 
     def _appended(self, grad: Operator | None, op: Operator) -> None:

@@ -25,7 +25,6 @@ from amp_transpiler.ir.nodes import OWN, Operator, Shape, Variable
 from amp_transpiler.ir.opdef import group_inputs, has_lowering_rule, lookup, lowering_rule_of, traits_of
 from amp_transpiler.ir.rule_errors import rule_of
 from amp_transpiler.ir.signature import signature
-from amp_transpiler.ir.tensors import as_array, tensor_type, to_proto
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
 from amp_transpiler.ops.gpu_kernels import remember_product
@@ -104,7 +103,6 @@ class _Emission(EmulatedStorage):
         self.e.runtime_scalar, self.e.known_values = self._runtime_scalar, self._known
         self.e.ranked = any(map(meets, program.operators))
         self.inputs: list[onnx.ValueInfoProto] = []
-        self.named: dict[Variable, str] = {}  # tensors of nested graphs: a graph beside may have such variables too
         self.result = Lowered(onnx.ModelProto(), place, given=self.e.given)
         self.layout = flat_layout(self.order, self.updates, self.shapes, place, self.left, wanted.cores)
         self.e.rows, self.e.together = self.layout.rows, drawn_together(self.order)
@@ -135,7 +133,7 @@ class _Emission(EmulatedStorage):
         graph.name = self.program.graph_name
         graph.node.extend(each.node for each in rows)
         used = {name for each in rows for name in each.reads}  # a rule may have read a constant, and not emitted it
-        graph.initializer.extend(t for name, t in self.e.initializers.items() if name in used)
+        graph.initializer.extend(t for name, t in self.e.initializers.items() if name in used | wanted)
         unread = self.layout.unread(self.result.states, used | wanted)
         self.result.states = [port for port in self.result.states if port.variable not in unread]
         graph.input.extend(info for info in self.inputs if info.name not in unread)
@@ -160,7 +158,9 @@ class _Emission(EmulatedStorage):
 
     def _source(self, variable: Variable) -> None:
         if variable.is_constant:
-            self.env[variable.key] = self._constant(variable)
+            if self.declared and self.cpu and variable.dtype in HALF and variable in self.fetches:
+                self.named[variable] = self.e.name(f"{variable.name}@HELD")  # the output has the name
+            self.env[variable.key] = self.constant(variable)
             return
         if not variable.is_input and not variable.persistable:
             raise GraphError(
@@ -184,16 +184,6 @@ class _Emission(EmulatedStorage):
         self.result.states.append(Port(name, name, dtype, shape, flat.segments))
         whole = self.emulated(Value(name, dtype, shape))
         remember_state(self.e, [self.env[v.key] for v in flat.states], whole, flat.cast_whole)
-
-    def _constant(self, variable: Variable) -> Value:
-        """Constant content as an initializer; on CPU 16-bit content as fp32."""
-        dtype, shape = tensor_type(variable.data)
-        data = as_array(variable.data) if isinstance(variable.data, onnx.SparseTensorProto) else variable.data
-        if self.cpu and dtype in HALF:
-            dtype, data = "float32", as_array(data).astype(np.float32)
-        name = self.named.get(variable, variable.name)
-        self.e.initializers[name] = to_proto(data, name)
-        return Value(name, dtype, shape)
 
     def _known(self, variable: Variable) -> np.ndarray | None:
         return self.shapes.ruled(variable) if self.shapes is not None else constant_array(variable)
@@ -336,7 +326,7 @@ class _Emission(EmulatedStorage):
                     if v.dtype in HALF and nested.parent is not None:
                         self.result.inner[info.name] = nested.parent
                 elif v.producer is None and v.data is not None:
-                    inner[v.key] = self._constant(v)
+                    inner[v.key] = self.constant(v)
             for op in needed(nested, nested.outputs):
                 count = len(e.nodes)
                 self.operator(op)
@@ -365,9 +355,11 @@ class _Emission(EmulatedStorage):
             shape = self._shape(variable)
             if (variable.key, dtype) not in ports:
                 value = self._output_value(variable, dtype)
-                if value.name in taken or value.name in rename:
+                itself = self.declared and not variable.persistable and value.name == variable.name
+                if not itself and (value.name in taken or value.name in rename):
                     value = self.e.op("Identity", value, dtype=value.dtype or "float32")
-                name = variable.name if variable.name not in taken else self.e.name(f"{variable.name}@OUT")
+                free = itself or variable.name not in taken
+                name = variable.name if free else self.e.name(f"{variable.name}@OUT")
                 if (held := self.env[variable.key].name) == name != value.name:  # what the output was cast from
                     rename[held] = self.e.name(f"{name}@HELD")
                 rename[value.name] = name

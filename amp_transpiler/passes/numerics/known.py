@@ -22,7 +22,7 @@ from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.integer_valued import keep_integer_valued
 from amp_transpiler.passes.numerics.overflow_rules import apply_overflow_rules
 from amp_transpiler.passes.numerics.places import keep_places
-from amp_transpiler.passes.numerics.quantised import keep_quantised
+from amp_transpiler.passes.numerics.quantised import keep_fake_quantised, keep_quantised
 from amp_transpiler.passes.numerics.ranges import Ranges
 from amp_transpiler.passes.numerics.rounding_loss import check_constants
 from amp_transpiler.passes.pipeline import Context, Pass
@@ -62,6 +62,7 @@ def training_constraints(program: Graph, dtype: str, like: Graph | None = None) 
         if variable.persistable:  # only constants are brought into the format
             constraints.keep_tensor(variable, Reason(Kind.PARAMETER_MASK, variable.name, (SHORT[dtype],)))
     constraints.replaced.clear()
+    keep_fake_quantised(program, constraints)
     return constraints if like is None else _as_in(like, program, constraints)
 
 

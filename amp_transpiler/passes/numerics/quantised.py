@@ -9,6 +9,7 @@ from __future__ import annotations
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.reasons import Kind, Reason
+from amp_transpiler.ops.fake_quantize import quantizer
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.view.names import written_name
 
@@ -26,6 +27,15 @@ def keep_quantised(program: Graph, constraints: Constraints) -> None:
             for each in (op, *before, *behind):
                 if each is not None:
                     constraints.keep(each, why)
+
+
+def keep_fake_quantised(program: Graph, constraints: Constraints) -> None:
+    """Constrain to fp32 each pair that quantises and brings back: in 16 bit its scale would be another one."""
+    for op in program.walk():
+        before = quantizer(op)
+        if before is not None:
+            for each in (before, op):
+                constraints.keep(each, Reason(Kind.FAKE_QUANTISED))
 
 
 def _all_are(kind: str, operators: list[Operator | None]) -> bool:

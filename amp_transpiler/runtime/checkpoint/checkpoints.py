@@ -7,7 +7,6 @@ the settings of the loss scaling, versions of libraries, and checksums. There is
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import platform
@@ -36,12 +35,10 @@ from amp_transpiler.option_checks import is_whole
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.checkpoint.reading import TensorFile, read_meta
-from amp_transpiler.runtime.checkpoint.renaming import Renames, renamed
-from amp_transpiler.runtime.checkpoint.restore import Stored, restore
+from amp_transpiler.runtime.checkpoint.renaming import Renames
+from amp_transpiler.runtime.checkpoint.restore import restore, stored_tensors, warn_of_window
 from amp_transpiler.runtime.checkpoint.state_slots import (
-    NAMED,
     UNUSED,
-    Key,
     Slot,
     fingerprint,
     scaler_settings,
@@ -163,8 +160,9 @@ def load_checkpoint(
 
     A checkpoint of the same program continues bit for bit. One of another precision is converted: an fp32 master
     takes the stored master or fp32 parameter, a 16-bit parameter is that value rounded, a fp32 parameter is the
-    stored master; moments and statistics stay. The loss scale and its counters, where the checkpoint has none, keep
-    their values in the scope or take those of the startup program; a window of gradient accumulation begins anew. A
+    stored master; moments and statistics stay. The loss scale and its counters, where the checkpoint has none, or one
+    that moved while this one is fixed, keep their values in the scope or take those of the startup program; a window of
+    gradient accumulation begins anew, as one of another number of runs does, with a warning where it was open. A
     program that does not train takes parameters and statistics and leaves the rest.
 
     Args:
@@ -186,7 +184,9 @@ def load_checkpoint(
     meta = read_meta(folder)
     file = TensorFile(folder, meta)
     what = f"checkpoint '{folder}'"
-    found = restore(program, _stored(meta, file, rename, what), scope, what, strict=strict)
+    stored = stored_tensors(meta, file, program, rename, what)
+    found = restore(program, stored, scope, what, strict=strict)
+    warn_of_window(program, stored, what)
     same = meta["program"]["fingerprint"] == fingerprint(program)
     if not same and not found.converted and rename is None:
         _warn_of_change(folder, meta, program)
@@ -323,26 +323,6 @@ def _versions() -> dict[str, str]:
 
 
 # -- loading ---------------------------------------------------------------------------------------------
-def _stored(meta: Mapping[str, Any], file: TensorFile, rename: Renames | None, what: str) -> dict[Key, Stored]:
-    said = meta["tensors"]
-    slots = {name: Slot(one["role"], one.get("of", ""), one.get("number", 0)) for name, one in said.items()}
-    owners = dict.fromkeys(slot.of or name for name, slot in slots.items() if slot.role in NAMED)
-    names = renamed(owners, rename, "load_checkpoint")
-    stored: dict[Key, Stored] = {}
-    for name, slot in slots.items():
-        of = names.get(slot.of or name, slot.of) if slot.role in NAMED or slot.of in owners else slot.of
-        if of is None:
-            continue
-        one, key = said[name], Slot(slot.role, of, slot.number).key(name)
-        if key in stored:
-            raise CheckpointError(
-                f"{what}: the tensors {stored[key].name!r:.200} and {name!r:.200} are for the same "
-                f"state, {' '.join(map(str, key)).strip()!r:.200}"
-            )
-        stored[key] = Stored(name, one["dtype"], tuple(one["shape"]), slot.role, functools.partial(file.read, name))
-    return stored
-
-
 def _warn_of_change(folder: Path, meta: Mapping[str, Any], program: Program) -> None:
     was, now = meta["scaling"], scaler_settings(program)
     changed = f" (loss scaling was {was}, is {now})" if was != now else ""

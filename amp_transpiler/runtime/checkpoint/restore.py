@@ -7,13 +7,14 @@ parameters take it rounded. Moments and statistics are fp32 in every mode.
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from amp_transpiler.errors import CheckpointMismatchError
+from amp_transpiler.errors import CheckpointError, CheckpointMismatchError
 from amp_transpiler.ir.dealt_rows import held_shape
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
@@ -21,17 +22,23 @@ from amp_transpiler.passes.lowering.lowered import needed
 from amp_transpiler.passes.view.training_step import training_step
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
+from amp_transpiler.runtime.checkpoint.reading import TensorFile
+from amp_transpiler.runtime.checkpoint.renaming import Renames, renamed
 from amp_transpiler.runtime.checkpoint.state_slots import (
     AVERAGED,
     BEFORE,
     INFERENCE,
     MASTER,
+    MICRO_STEP,
+    NAMED,
     OF_A_MODE,
     OF_A_WINDOW,
     PARAMETER,
+    SCALING,
     UNUSED,
     Key,
     Slot,
+    scaler_settings,
     state_slots,
 )
 from amp_transpiler.runtime.dealt import own_rows, whole_rows
@@ -40,6 +47,7 @@ from amp_transpiler.runtime.heap import trim
 from amp_transpiler.runtime.scope import Scope
 from amp_transpiler.runtime.shards import elsewhere
 from amp_transpiler.runtime.states import fits
+from amp_transpiler.warn import warn_user
 
 _SHOWN = 200  # names of each kind in a message
 
@@ -53,6 +61,49 @@ class Stored:
     shape: tuple[int, ...]
     role: str
     read: Callable[[], np.ndarray]
+
+
+def stored_tensors(
+    meta: Mapping[str, Any], file: TensorFile, program: Program, rename: Renames | None, what: str
+) -> dict[Key, Stored]:
+    """The tensors of a checkpoint by what they stand for, a scale that moved left out where that of ``program`` is
+    fixed. CheckpointError: two stand for the same."""
+    said = meta["tensors"]
+    window = {role: _runs(program) for role in OF_A_WINDOW}  # where it is not said: in files of version 0.1
+    numbers = {name: one.get("number", window.get(one["role"], 0)) for name, one in said.items()}
+    slots = {name: Slot(one["role"], one.get("of", ""), numbers[name]) for name, one in said.items()}
+    owners = dict.fromkeys(slot.of or name for name, slot in slots.items() if slot.role in NAMED)
+    names = renamed(owners, rename, "load_checkpoint")
+    fixed = meta["scaling"] and training_step(program).checks and not scaler_settings(program)
+    stored: dict[Key, Stored] = {}
+    for name, slot in slots.items():
+        of = names.get(slot.of or name, slot.of) if slot.role in NAMED or slot.of in owners else slot.of
+        if of is None or (fixed and slot.role == SCALING):
+            continue
+        one, key = said[name], Slot(slot.role, of, slot.number).key(name)
+        if key in stored:
+            raise CheckpointError(
+                f"{what}: the tensors {stored[key].name!r:.200} and {name!r:.200} are for the same "
+                f"state, {' '.join(map(str, key)).strip()!r:.200}"
+            )
+        stored[key] = Stored(name, one["dtype"], tuple(one["shape"]), slot.role, functools.partial(file.read, name))
+    return stored
+
+
+def _runs(program: Program) -> int:
+    """The runs of a window of accumulation; 0 where there is none."""
+    return 0 if program.accumulation is None else program.accumulation.steps
+
+
+def warn_of_window(program: Program, stored: Mapping[Key, Stored], what: str) -> None:
+    """One warning where the checkpoint was saved inside of a window that the program cannot go on with."""
+    for (role, _, runs), tensor in stored.items():
+        if role == MICRO_STEP and runs != _runs(program) and training_step(program).updates and (at := tensor.read()):
+            has = f"has windows of {_runs(program)}" if _runs(program) else "has none"
+            warn_user(
+                f"{what} was saved after {int(at)} of the {runs} runs of a window of gradient accumulation, and "
+                f"program '{program.name}' {has}: the gradients of these runs are left out"
+            )
 
 
 @dataclass

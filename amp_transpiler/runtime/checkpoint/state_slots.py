@@ -41,6 +41,8 @@ Key = tuple[str, str, int]
 class Slot:
     """What a persistable variable is for: its role, the parameter (or variable) it belongs to, a running number.
 
+    The number of what a window of accumulation has is that of its runs: a window of another number has nothing of it.
+
     The role of an optimizer's state is its kind ("moment1", "velocity", "beta1_pow_acc"); that of a master weight is
     "master", and ``of`` its parameter.
     """
@@ -82,9 +84,10 @@ def _training_state(step: TrainingStep) -> Iterator[tuple[Variable | None, Slot]
     for number, alarm in enumerate(step.counters):
         yield from ((state, Slot(SCALING, str(number), i)) for i, (state, _) in enumerate(alarm.states, 3))
     if step.accumulation is not None:
-        yield step.accumulation.counter, Slot(MICRO_STEP)
-    yield from ((total, Slot(SUM, parameter.name)) for total, parameter in step.sums.items())
-    yield from ((before, Slot(BEFORE, state.name)) for before, state in step.before_window.items())
+        runs = step.accumulation.steps
+        yield step.accumulation.counter, Slot(MICRO_STEP, "", runs)
+        yield from ((total, Slot(SUM, parameter.name, runs)) for total, parameter in step.sums.items())
+        yield from ((before, Slot(BEFORE, state.name, runs)) for before, state in step.before_window.items())
 
 
 def _optimizer_state(update: Update, number: int) -> Iterator[tuple[Variable | None, Slot]]:

@@ -12,6 +12,7 @@ import amp_transpiler as amp
 from amp_transpiler.errors import CheckpointMismatchError, PrecisionError
 from amp_transpiler.ir.types import HALF as SIXTEEN
 from amp_transpiler.runtime.checkpoint.state_slots import MASTER, state_slots
+from amp_transpiler.warn import AmpWarning
 from tests.helpers.checkpoints import HALF, MODES, Small, build, state
 
 FP16_MODES = ("pure-fp16", "pure-bf16")
@@ -190,3 +191,27 @@ def test_accumulation_begins_anew(tmp_path: Path) -> None:
     net.train(used, 0, 2)
     amp.save_checkpoint(tmp_path / "b", net.main, used)
     assert amp.load_checkpoint(tmp_path / "b", plain.main, scope).unused == ()
+
+
+@pytest.mark.parametrize(("runs", "other"), [(5, 2), (2, 5), (3, None)])
+def test_a_window_of_another_number_of_runs_begins_anew(runs: int, other: int | None, tmp_path: Path) -> None:
+    net = build(mode="amp", window=runs)
+    scope = net.start()
+    net.train(scope, 0, runs - 1)
+    amp.save_checkpoint(tmp_path / "a", net.main, scope)
+    target = build(mode="amp", **{} if other is None else {"window": other})
+    has = "none" if other is None else f"windows of {other}"
+    with pytest.warns(AmpWarning, match=rf"after {runs - 1} of the {runs} runs of a window .* has {has}: the grad"):
+        loaded = amp.load_checkpoint(tmp_path / "a", target.main, scope := amp.Scope())
+    assert not loaded.exact and loaded.unused == ()
+    kinds = [v.name for v, slot in state_slots(target.main).items() if slot.role in ("accumulated", "micro_step")]
+    assert bool(kinds) == (other is not None) and not any(scope.find_var(name).any() for name in kinds)
+
+
+@pytest.mark.parametrize("mode", ["amp", "pure-bf16"])
+def test_a_fixed_scale_is_not_that_of_a_checkpoint_whose_scale_moves(mode: str, tmp_path: Path) -> None:
+    net, scope = trained("amp", tmp_path / "a")
+    assert net.optimizer.get_loss_scale_state(scope).scale != 4.0
+    fixed = build(mode=mode, scaling=amp.LossScaler.fixed(4.0))
+    loaded = amp.load_checkpoint(tmp_path / "a", fixed.main, scope := amp.Scope())
+    assert not loaded.exact and fixed.optimizer.get_loss_scale_state(scope).scale == 4.0
