@@ -88,9 +88,9 @@ class Outcome:
 
 
 #: What the search found.
-SEARCHED: Value[Outcome] = Value("searched")
+SEARCHED: Value[Outcome] = Value("searched", Outcome)
 #: The model before any preparation, by which outputs are judged; the program itself where it is left out.
-ORIGINAL: Value[Program] = Value("original")
+ORIGINAL: Value[Program] = Value("original", Program)
 
 
 def search(

@@ -17,8 +17,6 @@ from amp_transpiler.spelling import MODES as SPELLINGS
 from amp_transpiler.spelling import TYPES, read_as
 
 MODES = ("pure", "mixed", "auto")
-#: The options of a conversion that is run as passes.
-OPTIONS: Value[ConversionOptions] = Value("options")
 #: Relative L2 error of an output that is allowed where the caller names none.
 TOLERANCE = {"float16": 0.01, "bfloat16": 0.05}
 
@@ -174,6 +172,10 @@ class _Lists(AutoMixedPrecisionLists):
 
     def _called(self, argument: str) -> str:
         return self._options.called(argument.removeprefix("custom_"))
+
+
+#: The options of a conversion that is run as passes.
+OPTIONS: Value[ConversionOptions] = Value("options", ConversionOptions)
 
 
 @dataclass(frozen=True)

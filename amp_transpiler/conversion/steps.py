@@ -34,9 +34,9 @@ from amp_transpiler.passes.view.names import written_name
 from amp_transpiler.passes.view.typing import operator_name
 
 #: What is known against 16 bit, None where mode and lists are taken literally.
-CONSTRAINTS: Value[Constraints | None] = Value("constraints")
+CONSTRAINTS: Value[Constraints | None] = Value("constraints", Constraints)
 #: What the minimum cut decided.
-ASSIGNMENT: Value[Assignment] = Value("assignment")
+ASSIGNMENT: Value[Assignment] = Value("assignment", Assignment)
 
 
 def constraints_of(program: Graph, options: ConversionOptions) -> Constraints | None:

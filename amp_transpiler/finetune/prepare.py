@@ -204,6 +204,7 @@ def prepare_training(
         program.numeric_guards = numeric_guards
         _settle_startup(program)
         notes += _keep_measured(program, calibration) if calibration is not None else []
+        notes += _unknown(program)
     kept = [
         v for v in program.variables if v.persistable and v.data is not None and (v.trainable or not not_a_weight(v))
     ]
@@ -226,6 +227,17 @@ def control_flow_left(
     fold_values(tried)
     expand_control_flow(tried)
     return len(tried.nesting)
+
+
+def _unknown(program: Program) -> list[str]:
+    """What stands in the way of gradients where they go through it."""
+    unknown = [program.var(name) for name in program.untyped() if program.has_var(name)]
+    return [
+        f"nothing tells the element type of '{v.name}', which '{v.producer.label}' ({v.producer.full_type}) makes: no "
+        f"gradient goes through it before program.var('{v.name}').dtype is set"
+        for v in unknown
+        if v.producer is not None
+    ]
 
 
 def _drop_identities(program: Program) -> list[str]:

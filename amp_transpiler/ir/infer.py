@@ -21,7 +21,8 @@ from amp_transpiler.ir.evaluation import fold
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import OWN, Operator, Shape, Variable
 from amp_transpiler.ir.onnx_inference import ONNX_ERRORS, settle_scales
-from amp_transpiler.ir.opdef import lookup, rule_of
+from amp_transpiler.ir.opdef import lookup
+from amp_transpiler.ir.rule_errors import rule_of
 from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.ir.types import NAMES, ONNX_TYPES, RANK
 

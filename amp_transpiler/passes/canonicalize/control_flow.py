@@ -20,9 +20,10 @@ from amp_transpiler.ir.nodes import Operator, Shape, Variable
 from amp_transpiler.ir.opdef import has_lowering_rule
 from amp_transpiler.passes.canonicalize.trip_count import trip_count
 from amp_transpiler.passes.pipeline import Context, Pass, Value
+from amp_transpiler.passes.view.feed_shapes import checked_shapes
 
 #: Shapes of feeds that the program does not declare itself.
-FEED_SHAPES: Value[Mapping[str, tuple[int, ...]]] = Value("feed_shapes")
+FEED_SHAPES: Value[Mapping[str, tuple[int, ...]]] = Value("feed_shapes", checked=checked_shapes)
 #: Operators that the unrolled iterations of all loops of a program may have together: a loop in a loop multiplies.
 UNROLL_LIMIT = 20_000
 

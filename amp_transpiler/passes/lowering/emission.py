@@ -17,11 +17,13 @@ import onnx
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.decided_sizes import DecidedSizes
+from amp_transpiler.ir.decompose import RUNTIME_DOMAINS
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes, constant_array, static, type_proto
 from amp_transpiler.ir.nodes import OWN, Operator, Shape, Variable
-from amp_transpiler.ir.opdef import group_inputs, has_lowering_rule, lookup, lowering_rule_of, rule_of, traits_of
+from amp_transpiler.ir.opdef import group_inputs, has_lowering_rule, lookup, lowering_rule_of, traits_of
+from amp_transpiler.ir.rule_errors import rule_of
 from amp_transpiler.ir.signature import signature
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
@@ -55,13 +57,12 @@ from amp_transpiler.passes.lowering.lowered import (
 from amp_transpiler.passes.lowering.multiples import emit_multiple
 from amp_transpiler.passes.lowering.node_order import arranged
 from amp_transpiler.passes.lowering.own_rows import left_to_others, met_at
+from amp_transpiler.passes.lowering.rule_results import check_results
 from amp_transpiler.passes.lowering.scatters import emit_scatter
 from amp_transpiler.passes.lowering.table_lookups import emit_lookup, looks_up_dealt
 from amp_transpiler.passes.lowering.tensor_types import foreign_types, unpooled_types
 from amp_transpiler.passes.lowering.wanted import Wanted
 
-#: Domains whose operators onnxruntime computes in fp32 on CPU just as well.
-_CARRIED = frozenset({"", "ai.onnx", "com.microsoft", "ai.onnx.ml"})
 _RUNTIME = {"seed": SEED, "step": STEP}
 _Sizes = Mapping[str, tuple[int, ...]]
 _INSTEAD = (emit_known, emit_biased_softmax, emit_column, emit_multiple, emit_lookup, emit_scatter)
@@ -242,19 +243,16 @@ class _Emission(EmulatedStorage):
             pairs = zip(variables, inputs, strict=True)
             inputs = [None if v is None or not i else self.stands_for(v, i) for v, i in pairs]
         sizes = self.e.output_shapes
-        turned = exchange(self.e, op, inputs, sizes)
+        turned, first = exchange(self.e, op, inputs, sizes), len(self.e.nodes)
         if turned is not None:
             inputs, self.e.output_shapes = turned
         with rule_of(op), self.e.emulation() if emulation else nullcontext():
             results = function(self.e, op, *group_inputs(op, inputs))
-        if results is None:
-            return False
+            if results is None and op.domain != OWN:
+                return False
+            results = check_results(self.e, op, function, results, inputs, first)
         for variable, value, size in zip_longest(op.outputs, results, sizes):
             if variable is not None and variable not in self.left:
-                if value is None:
-                    raise GraphError(
-                        f"the lowering rule of '{op.label}' ({op.full_type}) gave nothing for '{variable.name}'"
-                    )
                 held = self.finished(variable, value, found.exact)
                 self.env[variable.key] = held if turned is None else as_image(self.e, held, size)
         return True
@@ -262,7 +260,8 @@ class _Emission(EmulatedStorage):
     def _standard(self, op: Operator) -> None:
         found = lookup(op)
         exact = found is not None and found.exact
-        real = self.cpu and (op.domain not in _CARRIED or traits_of(op).bits or self._looks_up(op))
+        # On CPU onnxruntime computes its own operators in fp32 just as well as in 16 bit; nobody knows of others.
+        real = self.cpu and (op.domain not in RUNTIME_DOMAINS or traits_of(op).bits or self._looks_up(op))
         inputs = [None if v is None else self.read(op, v) for v in op.inputs]
         if real:
             inputs = [self.real(v, i) if v and i else None for v, i in zip(op.inputs, inputs, strict=True)]
