@@ -37,7 +37,7 @@ class DenseConstants(Pass):
     """Sparse constants of floats become dense; what reads one of more than 2^26 elements stays float32, with a note."""
 
     name = "dense-constants"
-    needs = (Property.TYPED, Property.CONSTANTS)
+    needs = (Property.TYPED,)
 
     def run(self, graph: Graph, context: Context) -> bool:
         found = list(_sparse(graph))
