@@ -84,7 +84,7 @@ class Program(Graph):
         return onnx_out.save(self, path, scope=scope, external_data=external_data)
 
     def verify(self) -> None:
-        """Check edges, names, producers, captures, element types, updates; GraphError with the first ten findings."""
+        """Check edges, names, producers, captures, element types, attributes, updates; GraphError with ten findings."""
         verify.verify(self)
 
     def untyped(self) -> list[str]:

@@ -185,12 +185,18 @@ def _conv_transpose_range(op: Operator, ranges: Ranges) -> Interval | None:
     return biased(weighted(padded, ranges, op.input(1), partial(_axes_but, 1)), op, ranges)
 
 
-@flops("Conv", f"{DOMAIN}::FusedConv")
+@flops("Conv", f"{DOMAIN}::FusedConv", "ConvInteger")
 def conv_flops(attrs: Mapping[str, Any], inputs: SlotShapes, outputs: SlotShapes) -> int:
     """For each element of the result a sum of products over the channels of its group and the kernel's positions."""
     w, y = inputs[1], outputs[0]
     assert w is not None and y is not None
     return 2 * prod(y) * prod(w[1:])
+
+
+@flops("QLinearConv")
+def quantised_conv_flops(attrs: Mapping[str, Any], inputs: SlotShapes, outputs: SlotShapes) -> int:
+    """The same; W comes after scale and zero point of X."""
+    return conv_flops(attrs, inputs[::3], outputs)
 
 
 @flops("ConvTranspose")

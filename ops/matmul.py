@@ -191,6 +191,7 @@ def _is_softmax(variable: Variable | None) -> bool:
 
 
 @flops("MatMul", "Gemm", f"{DOMAIN}::FusedMatMul", f"{DOMAIN}::TransposeMatMul", f"{DOMAIN}::FusedGemm")
+@flops("MatMulInteger", "QLinearMatMul")
 def product_flops(attrs: Mapping[str, Any], inputs: SlotShapes, outputs: SlotShapes) -> int:
     """A multiplication and an addition for each element of the result and of the contracted dimension."""
     a, y = inputs[0], outputs[0]

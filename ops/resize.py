@@ -14,11 +14,38 @@ import numpy as np
 
 from amp_transpiler.errors import GradientError
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.infer import constant_array, static
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import gradient, traits
+from amp_transpiler.ir.onnx_inference import computed_size
+from amp_transpiler.ir.opdef import gradient, lowering_rule, traits
 from amp_transpiler.ops.common import Grads, integers, numbers, shape_of, size_of
 
 Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
+
+
+def _rounds(op: Operator) -> bool:
+    """Whether sizes may be rounded products of scales."""
+    scales = None if op.input(2) is None else constant_array(op.inputs[2])
+    return scales is not None and bool((scales * 2.0**12 % 1 != 0).any())
+
+
+@lowering_rule("Resize", native=True, when=_rounds)
+def sized(
+    e: Emitter, op: Operator, x: Value, roi: Value | None, scales: Value | None, sizes: Value | None = None
+) -> list[Value] | None:
+    """By sizes where the type inference that onnxruntime makes of the scales is not what its kernel computes of them.
+
+    The kernel divides the sizes in float32, which gives these scales again.
+    """
+    known, shape = e.known(op.inputs[2]), static(x.shape)
+    axes = _axes(op, len(shape or ()))
+    if known is None or shape is None or known.size != len(axes):
+        return None
+    computed = [computed_size(shape[axis], scale) for axis, scale in zip(axes, known, strict=True)]
+    if all(math.floor(shape[axis] * float(s)) == new for axis, s, new in zip(axes, known, computed, strict=True)):
+        return None
+    whole = dict(enumerate(shape)) | dict(zip(axes, computed, strict=True))
+    return [e.op("Resize", x, roi, None, e.ints(*computed), shape=tuple(whole.values()), **op.attrs)]
 
 
 @gradient("Resize", reads="x1 x2 x3 dy0", inputs=[0], native=True)

@@ -8,7 +8,7 @@ from collections import Counter
 from amp_transpiler.cli.terminal import printable
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.tensors import byte_size, tensor_type
+from amp_transpiler.passes.view.constants import stored_bytes
 from amp_transpiler.passes.view.names import label
 from amp_transpiler.passes.view.typing import is_float, programs
 from amp_transpiler.program import Program
@@ -89,11 +89,10 @@ def _weights(before: Program, after: Program) -> list[str]:
 
 
 def sizes(program: Program) -> Counter[str]:
-    """Bytes of constant content by element type."""
+    """Bytes of weights and constants by element type."""
     sizes: Counter[str] = Counter()
     for each in programs(program):
         for variable in each.variables:
-            if variable.data is not None and variable.outer is None:
-                dtype, shape = tensor_type(variable.data)
-                sizes[dtype] += byte_size(dtype, shape)
+            if variable.outer is None:
+                sizes.update(stored_bytes(variable))
     return sizes

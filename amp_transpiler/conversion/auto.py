@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.conversion.bisection import BUDGET, CHOOSING, RETURNING, Bisection, Found
+from amp_transpiler.conversion.calibration.as_given import measurable, outputs_as_given
 from amp_transpiler.conversion.calibration.measure import Measurement, measure, outputs_of
 from amp_transpiler.conversion.calibration.samples import load_calibration
 from amp_transpiler.conversion.calibration.trials import Trials
@@ -87,26 +88,30 @@ class Outcome:
 
 
 #: What the search found.
-SEARCHED: Value[Outcome] = Value("searched")
+SEARCHED: Value[Outcome] = Value("searched", Outcome)
 #: The model before any preparation, by which outputs are judged; the program itself where it is left out.
-ORIGINAL: Value[Program] = Value("original")
+ORIGINAL: Value[Program] = Value("original", Program)
 
 
 def search(
-    program: Program, batches: Sequence[dict[str, np.ndarray]], options: ConversionOptions, original: Program
+    program: Program, batches: Sequence[dict[str, np.ndarray]], options: ConversionOptions, original: Program | None
 ) -> Outcome:
     """The conversion of ``program``, which is left as it is: in auto mode the one that keeps to the tolerance on the
     batches, in the others, in two runs at most, the one without what does not fit the format on them.
 
-    Its verdict is on the outputs of ``original``, the model before any preparation. Where no conversion keeps to the
-    tolerance, the verdict and the last round say so.
+    Its verdict is on the outputs of ``original``, the model before any preparation (None: of ``program``). Where no
+    conversion keeps to the tolerance, the verdict and the last round say so.
     """
     return _Search(program, batches, options, original).run()
 
 
 class _Search:
     def __init__(
-        self, program: Program, batches: Sequence[dict[str, np.ndarray]], options: ConversionOptions, original: Program
+        self,
+        program: Program,
+        batches: Sequence[dict[str, np.ndarray]],
+        options: ConversionOptions,
+        original: Program | None,
     ) -> None:
         self.program, self.batches, self.options, self.dtype = program, batches, options, options.dtype
         self.tolerance = math.inf if options.allowed is None else options.allowed
@@ -114,7 +119,8 @@ class _Search:
         self.rounds: list[str] = []
         most = 4 + BUDGET + TRIES + (TRIES - 1) * (CHOOSING + RETURNING)
         self.runs, self.most = 0, most if options.searches else 2
-        self.expected = outputs_of(original, batches)
+        self.expected = outputs_of(program, batches) if original is None else outputs_as_given(original, batches)
+        measurable(program, self.expected, CALIBRATION)
         self.reference = _saturated(program, options)
 
     def run(self) -> Outcome:
@@ -316,9 +322,9 @@ class Search(Pass):
         io_to_narrow(graph, options)
         batches = load_calibration(options.calibration, graph)
         with within(calibration_budget(graph, batches, options.time_budget, options.memory_budget)):
-            outcome = search(graph, batches, options, context.get(ORIGINAL) or graph)
+            outcome = search(graph, batches, options, context.get(ORIGINAL))
         outcome.batches = batches
         graph.exchange(outcome.program)
         context[SEARCHED], context[CONSTRAINTS] = outcome, outcome.constraints
         context[ASSIGNMENT] = outcome.assignment
-        context.notes += remarks(graph, options)
+        context.notes += remarks(graph, options, outcome.assignment)

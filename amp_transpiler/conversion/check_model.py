@@ -15,6 +15,7 @@ import onnx
 from amp_transpiler.conversion.calibration.measure import Batch
 from amp_transpiler.conversion.calibration.samples import load_calibration
 from amp_transpiler.conversion.conversion_options import TOLERANCE
+from amp_transpiler.conversion.dense_constants import DenseConstants
 from amp_transpiler.conversion.leaving import Leaving, leaving_of
 from amp_transpiler.conversion.replay import OperatorError, replay
 from amp_transpiler.conversion.synthetic import SYNTHETIC, synthetic_sample
@@ -148,7 +149,7 @@ def check_model(
             number(name, given)
     program = load(model_or_path, Program, weights=False)
     become_constants(program)
-    Pipeline((TryInlineFunctions(),)).run(program)
+    Pipeline((TryInlineFunctions(), DenseConstants())).run(program)
     found = Counter(v.dtype for each in programs(program) for v in each.variables if v.dtype in HALF)
     if not found:
         raise ArgumentError(

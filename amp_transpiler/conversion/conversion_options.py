@@ -17,11 +17,12 @@ from amp_transpiler.spelling import MODES as SPELLINGS
 from amp_transpiler.spelling import TYPES, read_as
 
 MODES = ("pure", "mixed", "auto")
-#: The options of a conversion that is run as passes.
-OPTIONS: Value[ConversionOptions] = Value("options")
 #: Relative L2 error of an output that is allowed where the caller names none.
 TOLERANCE = {"float16": 0.01, "bfloat16": 0.05}
 
+#: Black in training, as their scales are calibrated in fp32; of a model that is converted the numeric guards look at
+#: each scale, and what they pass follows its neighbours as data movement does.
+_SCALED = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _PATTERNS = ("only", "exclude")
 _SWITCHES = ("numeric_guards", "record", "check")
 #: The command line's spelling, where it is not the field's.
@@ -107,6 +108,11 @@ class ConversionOptions:
         """The kind of the place."""
         return str(self.place)
 
+    def binds_full(self, operator: str) -> bool:
+        """Whether a list binds operators of this name to fp32."""
+        lists = self.lists
+        return operator in (lists.black_list if self.mode == "mixed" else lists.custom_black_list)
+
     @property
     def searches(self) -> bool:
         """Whether operators return to fp32 until the outputs keep to the tolerance."""
@@ -156,12 +162,20 @@ class _Lists(AutoMixedPrecisionLists):
         super().__init__(
             options.white_list, options.black_list, options.black_varnames, options.dtype, place=options.kind
         )
+        if options.numeric_guards:
+            guarded = _SCALED - self.custom_black_list - self.custom_white_list
+            self.black_list -= guarded
+            self.gray_list |= guarded
 
     def _gap(self, operator: str) -> str | None:
         return unsupported_reason(operator, self.dtype, place=self.place)  # nothing lowers a file
 
     def _called(self, argument: str) -> str:
         return self._options.called(argument.removeprefix("custom_"))
+
+
+#: The options of a conversion that is run as passes.
+OPTIONS: Value[ConversionOptions] = Value("options", ConversionOptions)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import onnx
 from amp_transpiler.conversion.around_faults import AroundFaults
 from amp_transpiler.conversion.auto import ORIGINAL, SEARCHED, Search
 from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions, Options
+from amp_transpiler.conversion.dense_constants import DenseConstants
 from amp_transpiler.conversion.fold_constants import FoldConstants
 from amp_transpiler.conversion.invert_triangles import InvertTriangles
 from amp_transpiler.conversion.io_types import NarrowIo
@@ -140,6 +141,7 @@ def conversion(options: ConversionOptions) -> Pipeline:
                 Options(),
                 FreezeWeights(),
                 TryInlineFunctions(),
+                DenseConstants(),
                 WidenOther(),
                 FoldConstants(),
                 RaiseOpset(),

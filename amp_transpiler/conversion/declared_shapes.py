@@ -6,8 +6,12 @@ import math
 from collections.abc import Callable, Iterable
 
 import numpy as np
+import onnx
 
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.types import numpy_dtype
+
+_INTEGERS = (onnx.TensorProto.INT32, onnx.TensorProto.INT64)
 
 
 def shape_value(op: Operator, known: Callable[[Variable], np.ndarray | None]) -> np.ndarray | None:
@@ -22,7 +26,7 @@ def shape_value(op: Operator, known: Callable[[Variable], np.ndarray | None]) ->
         return np.array(math.prod(sizes), np.int64) if all(d is not None for d in sizes) else None  # type: ignore[arg-type]
     if op.type == "Shape":
         return _whole(sizes[op.attrs.get("start", 0) : op.attrs.get("end", len(sizes))])
-    made = read.producer
+    made = _reader(read)
     assert made is not None
     if made.attrs.get("start", 0) or "end" in made.attrs:
         return None
@@ -33,20 +37,28 @@ def shape_value(op: Operator, known: Callable[[Variable], np.ndarray | None]) ->
         where = np.asarray(ends[0])
         if where.ndim > 1 or not all(-len(sizes) <= i < len(sizes) for i in where.reshape(-1)):
             return None
-        taken = _whole([sizes[i] for i in where.reshape(-1)])
+        taken = _whole([sizes[i] for i in where.reshape(-1)], read)
         return None if taken is None else taken.reshape(where.shape)
     starts = op.attrs.get("starts", ends[0] if ends else None)
     stops = op.attrs.get("ends", ends[1] if len(ends) > 1 else None)
     step = int(np.asarray(ends[3]).reshape(-1)[0]) if len(ends) > 3 else 1
     if starts is None or stops is None or np.size(starts) != 1 or np.size(stops) != 1 or step == 0:
         return None
-    return _whole(sizes[int(np.reshape(starts, -1)[0]) : int(np.reshape(stops, -1)[0]) : step])
+    return _whole(sizes[int(np.reshape(starts, -1)[0]) : int(np.reshape(stops, -1)[0]) : step], read)
 
 
 def shape_of(variable: Variable | None) -> Variable | None:
-    """Whose shape it is."""
+    """Whose shape it is, perhaps in another type of integers."""
+    made = _reader(variable)
+    return None if made is None else made.input(0)
+
+
+def _reader(variable: Variable | None) -> Operator | None:
+    """The Shape that makes a variable; TensorFlow's exporter casts what it makes."""
     made = None if variable is None else variable.producer
-    return made.input(0) if made is not None and made.type == "Shape" and not made.domain else None
+    while made is not None and made.type == "Cast" and not made.domain and made.attrs["to"] in _INTEGERS:
+        made = None if made.inputs[0] is None else made.inputs[0].producer
+    return made if made is not None and made.type == "Shape" and not made.domain else None
 
 
 def _sizes(variable: Variable | None) -> list[int | None] | None:
@@ -55,6 +67,7 @@ def _sizes(variable: Variable | None) -> list[int | None] | None:
     return [d if isinstance(d, int) else None for d in variable.shape]
 
 
-def _whole(sizes: Iterable[int | None]) -> np.ndarray | None:
+def _whole(sizes: Iterable[int | None], like: Variable | None = None) -> np.ndarray | None:
     found = list(sizes)
-    return None if None in found else np.array(found, np.int64)
+    kind = np.int64 if like is None or like.dtype is None else numpy_dtype(like.dtype)
+    return None if None in found else np.array(found, np.int64).astype(kind)

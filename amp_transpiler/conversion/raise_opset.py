@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 from amp_transpiler.conversion.conversion_options import OPTIONS
 from amp_transpiler.conversion.io_types import io_to_narrow
@@ -28,28 +28,35 @@ _EARLIER = (13, _LAYER_NORM)
 _HasKernel = Callable[..., bool]
 
 
-def raise_for(program: Graph, dtype: str, place: str = USUAL_PLACE) -> str:
+def raise_for(
+    program: Graph, dtype: str, place: str = USUAL_PLACE, binds_full: Callable[[str], bool] = lambda name: False
+) -> str:
     """Bring ``program`` to a later opset, in place, where more of it can then run in ``dtype``; a sentence on what was
     done, or on what would have been gained and was not worth it.
 
     That is the target opset, or 22 where even more can and no operator loses its kernel on the place. A program that
-    cannot be expressed there stays as it is.
+    cannot be expressed there stays as it is. ``binds_full``: of which operators lists say that they run in fp32 anyway.
     """
-    own, has = program.opset(), partial(has_kernel, place_traits(place).provider)
-    targets = [target for target in _targets(program, dtype, has) if target > own]
+    own, kernels = program.opset(), partial(has_kernel, place_traits(place).provider)
+    bound = cache(binds_full)
+
+    def able(name: str, dtype: str, opset: int, domain: str = "") -> bool:
+        return not bound(name) and kernels(name, dtype, opset, domain)
+
+    targets = [target for target in _targets(program, dtype, able) if target > own]
     if not targets:
         return ""
-    best, count, trial, refused = own, _able(program, dtype, has), program, ""
+    best, count, trial, refused = own, _able(program, dtype, able), program, ""
     for target in targets:
         copy = clone(program)
         try:
             convert_opset(copy, target)
         except GraphError:
             continue
-        found = _able(copy, dtype, has)
+        found = _able(copy, dtype, able)
         if target >= _LAYER_NORM > own:
             found += len(fuse_layer_norms(copy))
-        lost = _lost(program, trial, copy, has) if target > TARGET_OPSET else []
+        lost = _lost(program, trial, copy, kernels) if target > TARGET_OPSET else []
         if found > count and not lost:
             best, count, trial = target, found, copy
         elif found > count:
@@ -111,7 +118,7 @@ class RaiseOpset(Pass):
 
     def run(self, graph: Graph, context: Context) -> None:
         options = context[OPTIONS]
-        note = raise_for(graph, options.dtype, options.kind)
+        note = raise_for(graph, options.dtype, options.kind, options.binds_full)
         context.notes += [note] if note else []
         if graph.opset() < _CASTS[options.dtype] and io_to_narrow(graph, options):
             convert_opset(graph, _CASTS[options.dtype])  # inputs and outputs are cast, whatever else runs in 16 bit

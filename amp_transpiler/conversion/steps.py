@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions
+from amp_transpiler.conversion.dense_constants import keep_sparse
 from amp_transpiler.conversion.io_types import io_to_narrow
 from amp_transpiler.conversion.store_weights import store_weights
 from amp_transpiler.errors import ArgumentError
@@ -18,6 +19,7 @@ from amp_transpiler.ir.types import FLOATS, LIMITS
 from amp_transpiler.ir.weights import become_constants
 from amp_transpiler.lists import place_traits
 from amp_transpiler.passes.canonicalize.opset import check_age
+from amp_transpiler.passes.lowering.cost_estimate import amount
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.inner_roundings import ROUNDED, keep_rounded
 from amp_transpiler.passes.numerics.known import known_constraints
@@ -25,15 +27,16 @@ from amp_transpiler.passes.numerics.mixed_norms import write_mixed_norms
 from amp_transpiler.passes.numerics.one_type_norms import keep_norms, store_norms
 from amp_transpiler.passes.numerics.ranges import Ranges
 from amp_transpiler.passes.partition.assign_precision import Assignment, assign
+from amp_transpiler.passes.partition.problem import NOMINAL
 from amp_transpiler.passes.pipeline import Context, Pass, Property, Value
 from amp_transpiler.passes.precision.rules import check_variables
 from amp_transpiler.passes.view.names import written_name
 from amp_transpiler.passes.view.typing import operator_name
 
 #: What is known against 16 bit, None where mode and lists are taken literally.
-CONSTRAINTS: Value[Constraints | None] = Value("constraints")
+CONSTRAINTS: Value[Constraints | None] = Value("constraints", Constraints)
 #: What the minimum cut decided.
-ASSIGNMENT: Value[Assignment] = Value("assignment")
+ASSIGNMENT: Value[Assignment] = Value("assignment", Assignment)
 
 
 def constraints_of(program: Graph, options: ConversionOptions) -> Constraints | None:
@@ -42,6 +45,7 @@ def constraints_of(program: Graph, options: ConversionOptions) -> Constraints | 
     if not options.numeric_guards:
         return Constraints() if options.mode == "auto" else None
     constraints = known_constraints(program, options.dtype, ranges, options.tell)
+    keep_sparse(program, constraints)
     keep_rounded(program, options.kind, options.dtype, constraints)
     keep_norms(program, options.dtype, constraints)
     if options.mode == "auto" and not options.searches:
@@ -104,8 +108,8 @@ def check_names(program: Graph, options: ConversionOptions) -> None:
     check_variables(program, options.lists, "convert", options.called("black_varnames"))
 
 
-def remarks(program: Graph, options: ConversionOptions) -> list[str]:
-    """What there is to say of an assignment: what cannot run in 16 bit, and how much is proved."""
+def remarks(program: Graph, options: ConversionOptions, assignment: Assignment) -> list[str]:
+    """What there is to say of an assignment: what cannot run in 16 bit, what that costs, and how much is proved."""
     title, dtype = place_traits(options.kind).title, options.dtype
     types = dict[str, Counter[str]]()
     for op in program.walk():
@@ -120,6 +124,12 @@ def remarks(program: Graph, options: ConversionOptions) -> list[str]:
         found.append(
             f"{title} adds up and computes in {options.dtype} at a loss: {summed} operators are float32 for it, "
             f"with weights stored in {options.dtype}"
+        )
+    if assignment.saved < 0:
+        found.append(
+            f"casts around what stays float32 cost more than {dtype} saves: about {amount(-assignment.saved)} are "
+            f"moved beyond those of float32 throughout (unknown sizes taken as {NOMINAL}); other lists, or "
+            f"{options.said('mode', 'pure')}, move fewer"
         )
     if options.mode == "auto" and options.calibration is None:
         proved, tensors = Ranges(program, options.input_ranges).proved(options.dtype)
@@ -179,4 +189,4 @@ class Partition(Pass):
 
     def run(self, graph: Graph, context: Context) -> None:
         context[ASSIGNMENT] = assigned(graph, context[CONSTRAINTS], context[OPTIONS])
-        context.notes += remarks(graph, context[OPTIONS])
+        context.notes += remarks(graph, context[OPTIONS], context[ASSIGNMENT])

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from amp_transpiler.conversion.calibration.measure import outputs_of
+from amp_transpiler.conversion.calibration.as_given import outputs_as_given
 from amp_transpiler.errors import AmpError, FeedError, ModelFileError
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.tensors import byte_size
@@ -34,7 +34,7 @@ def synthetic_sample(program: Program) -> tuple[dict[str, np.ndarray], list[Any]
     for shapes in _shapes(program):
         try:
             sample = _filled(program, shapes)
-            outputs = outputs_of(program, [sample])[0]
+            outputs = outputs_as_given(program, [sample])[0]
         except ModelFileError:
             raise
         except AmpError as error:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from amp_transpiler.conversion.calibration.as_given import measurable
 from amp_transpiler.conversion.calibration.measure import Batch, measure
 from amp_transpiler.conversion.conversion_options import ConversionOptions
 from amp_transpiler.conversion.synthetic import SYNTHETIC, synthetic_sample
@@ -79,6 +80,7 @@ def judge(
     try:
         with within(check_budget(reference, options.time_budget, options.memory_budget)):
             sample, wanted = synthetic_sample(reference)
+            measurable(reference, [wanted], SYNTHETIC)
             found = measure(reference, converted, [sample], options.dtype, expected=[wanted], tensors=False)
     except ModelFileError:
         raise

@@ -54,7 +54,7 @@ def export_model_step(
     program.seed = chosen.seed
     if program.startup is not None:
         program.startup.seed = chosen.seed
-    programs = Programs.of(program, chosen, list(calibration), (), say)
+    programs = Programs.of(program, chosen, list(calibration), feed_shapes, (), say)
     shapes = {name: tuple(shape) for name, shape in feed_shapes.items() if name not in chosen.values}
     shapes[programs.label.name] = _label_shape(programs.label, programs.program, shapes, chosen)
     optimizer = programs.compile(chosen, updates or 1)

@@ -89,6 +89,8 @@ class Samples:
 
     def with_label(self, arrays: Mapping[str, np.ndarray], label: Variable, ignorable: bool) -> Samples:
         """These samples with their label, which is checked as they were; whether some labels may not count."""
+        if ignorable:
+            self._check_indices(arrays[label.name], label)
         other = Samples.of(arrays, [label], self.what)
         both = {**self.arrays, **other.arrays}
         name = label.name if ignorable else None
@@ -102,6 +104,15 @@ class Samples:
             name: as_declared(np.ascontiguousarray(array[chosen]), self.dtypes[name], self._array(name))
             for name, array in self.arrays.items()
         }
+
+    def _check_indices(self, array: np.ndarray, label: Variable) -> None:
+        """FeedError where labels have a number for each class, as one-hot ones do, in the place of the class."""
+        if as_ranked(array, label.shape).ndim == len(label.shape or ()) + 1:
+            raise FeedError(
+                f"{self._array(label.name)} has the shape {list(array.shape)}, a number for each class, as one-hot "
+                "labels have; the loss cross_entropy takes the index of the class alone: give it np.argmax(labels, "
+                "axis) over the classes. For shares of the classes choose the loss kl_div"
+            )
 
     def _array(self, name: str) -> str:
         return f"{self.what}: array '{name}'"

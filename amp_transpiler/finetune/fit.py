@@ -50,6 +50,8 @@ def fit(
     batches make an update, what is left makes one update more, of shorter batches. A model whose batch is fixed, and
     that was not freed of it, leaves out what does not fill one; a note says so.
     What leaves the range of 16 bit on the first batch of the data stays fp32, in training and in the file.
+    Where control flow hangs on sizes that the model leaves open, the length of a sequence say, they are those of the
+    data for good, in the file too; a note says so.
 
     Of several ranks (``amp.distributed.init()``, which the command calls by itself under ``mpiexec``) all call it. A
     batch is then one of all ranks together, each of which takes its share, so that the training is that of one rank,

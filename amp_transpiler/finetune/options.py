@@ -66,7 +66,8 @@ class FitOptions:
     Attributes:
         label: the name of the label's array.
         loss: "cross_entropy" (labels are classes), "mse", "bce_with_logits" or "kl_div" (labels are floats of the
-            output's shape). One that applies the model's last activation itself reads what that reads.
+            output's shape). One that applies the model's last activation itself reads what that reads, moved as the
+            output is; kl_div reads the logarithms of what a Softmax gives.
         target: the output that the loss reads; the first float one where None.
         mode: the precision to train in: "fp32"; "mixed": the white list in 16 bit, the black list in fp32, what lies
             between follows; or "pure": whatever can run in 16 bit does, with 16-bit weights and fp32 masters.

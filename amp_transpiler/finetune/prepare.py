@@ -33,6 +33,7 @@ from amp_transpiler.finetune.train_mode import (
     train_batch_norm,
     train_dropout,
 )
+from amp_transpiler.ir.annotate import annotate
 from amp_transpiler.ir.metadata import FULL, INITIALIZER
 from amp_transpiler.ir.nodes import BACKWARD, FORWARD, OWN, Operator, Variable
 from amp_transpiler.ir.parameter_names import names_of_parameter
@@ -47,6 +48,7 @@ from amp_transpiler.passes.canonicalize.fuse_hard_swish import fuse_hard_swishes
 from amp_transpiler.passes.canonicalize.fuse_norm import fuse_layer_norms
 from amp_transpiler.passes.canonicalize.fuse_rms import fuse_rms_norms, keep_root_mean_squares
 from amp_transpiler.passes.canonicalize.fuse_rotary import fuse_rotations
+from amp_transpiler.passes.canonicalize.fuse_softmax import fuse_softmaxes
 from amp_transpiler.passes.canonicalize.fuse_swish import fuse_swishes
 from amp_transpiler.passes.canonicalize.inlining import inline_functions
 from amp_transpiler.passes.canonicalize.integer_places import write_integer_places
@@ -65,6 +67,9 @@ from amp_transpiler.passes.precision.widen import widen
 from amp_transpiler.program import Program
 
 _log = logging.getLogger(__name__)
+
+#: Trees, linear models and support vector machines, as converters of scikit-learn and others write them.
+_ML, _LEARNED = "ai.onnx.ml", ("Linear", "SVM", "TreeEnsemble")
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ def prepare_training(
     batch_norm: str = "train",
     dropout: Mapping[str, float] | None = None,
     values: Mapping[str, Any] | None = None,
-    feed_shapes: Mapping[str, Sequence[int]] | None = None,
+    feed_shapes: Mapping[str, Sequence[int | str | None]] | None = None,
     keep_tied: Sequence[str] = (),
     restore: bool = True,
     numeric_guards: bool = True,
@@ -102,11 +107,10 @@ def prepare_training(
     whose elements are all alike, which the exporter merged, are copied apart; what it repeated for each example of a
     fixed batch is one parameter for all; a matrix and its (transposed) copy are tied again, but for layers of one kind,
     which are equal until they are trained; anonymous parameters get the name of their module, and linear layers their
-    layout
-    [out, in] (``restore``); layer norms that were written out (before opset 17), RMS norms, GELUs, SiLUs, hard
-    swishes and rotary positions are one operator again, slices that make up a tensor one Split, and Splits of a tensor
-    into the same pieces one. Weights that are standardised by a batch norm of their own statistics are so by a layer
-    norm.
+    layout [out, in] (``restore``); layer norms that were written out (before opset 17), RMS norms, GELUs, SiLUs, hard
+    swishes, softmaxes and rotary positions are one operator again, slices that make up a tensor one Split, and Splits
+    of a tensor into the same pieces one. Weights that are standardised by a batch norm of their own statistics are so
+    by a layer norm.
     RMS norms, SiLUs and rotary positions are those which onnxruntime has at every opset (SimplifiedLayerNormalization,
     QuickGelu, RotaryEmbedding); what is saved for inference has them written out. What exports of attention put in the
     place of NaN goes where no mask can make one: NaN of the scores would be hidden from the loss scaling.
@@ -128,7 +132,8 @@ def prepare_training(
             still has are switched on in any case.
         values: {input: value}: inputs that get one value for good, such as a sampling rate, a trip count, or the edges
             of a graph: sizes that operators make of it (NonZero, Range) are known then, and not computed in each run.
-        feed_shapes: {input: shape}: sizes of inputs for good, where something depends on them before the run.
+        feed_shapes: {input: shape}: sizes of inputs for good, where something depends on them before the run, as the
+            turns of a loop over time; None, or a name, leaves one open: ``{"x": [None, 7, 6]}``.
         keep_tied: patterns of such parameters that stay one for all their readers.
         restore: name anonymous parameters after their layers and turn linear weights back.
         numeric_guards: let training in 16 bit keep fp32 what is known to leave the type, as ``amp.convert`` does;
@@ -185,6 +190,7 @@ def prepare_training(
         notes += fuse_gelus(program)
         notes += fuse_swishes(program)
         notes += fuse_hard_swishes(program)
+        notes += fuse_softmaxes(program)
         notes += write_slices(program)
         notes += split_wholes(program)
         notes += fuse_rms_norms(program)
@@ -204,6 +210,7 @@ def prepare_training(
         program.numeric_guards = numeric_guards
         _settle_startup(program)
         notes += _keep_measured(program, calibration) if calibration is not None else []
+        notes += _unknown(program)
     kept = [
         v for v in program.variables if v.persistable and v.data is not None and (v.trainable or not not_a_weight(v))
     ]
@@ -214,6 +221,31 @@ def prepare_training(
     return done
 
 
+def control_flow_left(
+    program: Program, values: Mapping[str, Any], feed_shapes: Mapping[str, Sequence[int | str | None]]
+) -> int:
+    """How many operators with nested graphs :func:`prepare_training` would leave in the program, which stays."""
+    tried = program.clone()
+    inline_functions(tried)
+    _fix(tried, values, feed_shapes)
+    convert_opset(tried)
+    expand_control_flow(tried)
+    fold_values(tried)
+    expand_control_flow(tried)
+    return len(tried.nesting)
+
+
+def _unknown(program: Program) -> list[str]:
+    """What stands in the way of gradients where they go through it."""
+    unknown = [program.var(name) for name in program.untyped() if program.has_var(name)]
+    return [
+        f"nothing tells the element type of '{v.name}', which '{v.producer.label}' ({v.producer.full_type}) makes: no "
+        f"gradient goes through it before program.var('{v.name}').dtype is set"
+        for v in unknown
+        if v.producer is not None
+    ]
+
+
 def _drop_identities(program: Program) -> list[str]:
     """Take out what changes nothing (Paddle's exporter writes much of it), but for Dropout, which is to train."""
     dropouts = frozenset(op for op in program.walk() if op.type == "Dropout")
@@ -221,7 +253,9 @@ def _drop_identities(program: Program) -> list[str]:
     return [f"{count} operators that change nothing are gone"] if count else []
 
 
-def _fix(program: Program, values: Mapping[str, Any], feed_shapes: Mapping[str, Sequence[int]]) -> list[str]:
+def _fix(
+    program: Program, values: Mapping[str, Any], feed_shapes: Mapping[str, Sequence[int | str | None]]
+) -> list[str]:
     """Give inputs their value or shape for good."""
     notes = []
     for called, given in (("values", values), ("feed_shapes", feed_shapes)):
@@ -233,10 +267,13 @@ def _fix(program: Program, values: Mapping[str, Any], feed_shapes: Mapping[str, 
         declared = variable.shape
         if declared is not None and (
             len(declared) != len(sizes)
-            or any(isinstance(d, int) and d != s for d, s in zip(declared, sizes, strict=False))
+            or any(isinstance(d, int) and isinstance(s, int) and d != s for d, s in zip(declared, sizes, strict=False))
         ):
             raise ArgumentError(f"feed_shapes: {list(sizes)} does not fit input '{name}' of shape {list(declared)}")
-        variable.shape = sizes
+        known = declared or (None,) * len(sizes)
+        variable.shape = tuple(s if isinstance(s, int) else d or s for s, d in zip(sizes, known, strict=True))
+    if feed_shapes:
+        annotate(program)
     for name, value in values.items():
         variable = _input(program, name, "values")
         array = np.asarray(value, numpy_dtype(variable.dtype or "float32"))
@@ -281,8 +318,20 @@ def _select(
     if not program.parameters:
         raise ArgumentError(
             f"prepare_training: no parameter of program '{program.name}' is left to train (trainable="
-            f"{trainable!r}, freeze={freeze!r}){''.join('. ' + said for said in integers_left(program))}"
+            f"{trainable!r}, freeze={freeze!r})"
+            f"{''.join('. ' + said for said in (*integers_left(program), *_learned_in_attributes(program)))}"
         )
+
+
+def _learned_in_attributes(program: Program) -> list[str]:
+    """Say which operators hold what they learned in attributes."""
+    learned = [op for op in program.walk() if op.domain == _ML and op.type.startswith(_LEARNED)]
+    types = ", ".join(dict.fromkeys(op.type for op in learned))
+    return (
+        [f"The weights of {types} are attributes, which are not trained: fit the model anew where it comes from"]
+        if types
+        else []
+    )
 
 
 def _keep_measured(program: Program, calibration: Any) -> list[str]:

@@ -9,11 +9,12 @@ from typing import Any
 from amp_transpiler import optimizer as optimizers
 from amp_transpiler.distributed import shard_optimizer, world_size
 from amp_transpiler.errors import ArgumentError
+from amp_transpiler.finetune.last_activation import Applied, probabilities
 from amp_transpiler.finetune.options import OPTIMIZERS, FitOptions
-from amp_transpiler.finetune.prepare import Preparation, prepare_training
+from amp_transpiler.finetune.prepare import Preparation, control_flow_left, prepare_training
 from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.metadata import inserted
-from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.nn import data
@@ -21,12 +22,18 @@ from amp_transpiler.nn import functional as F
 from amp_transpiler.optimizer import decorate
 from amp_transpiler.program import Program, program_guard
 
+
+def _log_softmax(op: Operator) -> Variable:
+    assert op.inputs[0] is not None
+    return F.log_softmax(op.inputs[0], op.attrs.get("axis", -1))
+
+
 #: Loss by name: its function, and the activation at a model's end that it applies itself.
-_CALLS: dict[str, tuple[Callable[..., Variable], str]] = {
-    "cross_entropy": (F.cross_entropy, "Softmax"),
-    "mse": (F.mse_loss, ""),
-    "bce_with_logits": (F.bce_with_logits, "Sigmoid"),
-    "kl_div": (F.kl_div, ""),
+_CALLS: dict[str, tuple[Callable[..., Variable], Applied | None]] = {
+    "cross_entropy": (F.cross_entropy, Applied("Softmax", rows=True, pair=True)),
+    "mse": (F.mse_loss, None),
+    "bce_with_logits": (F.bce_with_logits, Applied("Sigmoid")),
+    "kl_div": (F.kl_div, Applied("Softmax", "logarithms of probabilities", _log_softmax, rows=True)),
 }
 
 
@@ -55,14 +62,17 @@ class Programs:
         program: Program,
         options: FitOptions,
         rows: Mapping[str, Any] | Sequence[str],
+        shapes: Mapping[str, Sequence[int]],
         labels: tuple[int, ...],
         say: Callable[[str], None],
     ) -> Programs:
         """Prepare an imported program and attach the loss.
 
         ``rows``, a batch or files of samples, tells what leaves the range of float16 (bfloat16 has that of fp32), where
-        there are any; ``labels``, the shape of the label's array, where the classes lie.
+        there are any; ``shapes`` of what inputs are fed, how long loops run that hang on them; ``labels``, the shape of
+        the label's array, where the classes lie.
         """
+        sizes = _deciding_sizes(program, options, shapes, say)
         measured = options.mode != "fp32" and options.dtype == "float16"
         report = prepare_training(
             program,
@@ -70,14 +80,15 @@ class Programs:
             freeze=options.freeze,
             keep_tied=options.keep_tied,
             values=options.values,
+            feed_shapes=sizes,
             batch_norm=options.batch_norm,
             dropout=options.dropout,
             calibration=rows if measured and rows else None,
         )
         say(str(report))
         model = program.clone(for_test=True)
-        prediction = _prediction(program, options, say)
         with program_guard(program, program.startup), unique_name.guard():
+            prediction = _prediction(program, options, say)
             if options.loss == "cross_entropy":
                 prediction = _classes_last(prediction, labels, say)
             label = _label(prediction, options)
@@ -118,6 +129,25 @@ class Programs:
         return optimizer
 
 
+def _deciding_sizes(
+    program: Program, options: FitOptions, shapes: Mapping[str, Sequence[int]], say: Callable[[str], None]
+) -> dict[str, tuple[int | str | None, ...]]:
+    """Shapes of inputs whose open sizes, but for the batch, control flow hangs on; none where there are no such."""
+    found = {}
+    for variable in program.inputs:
+        given, declared = shapes.get(variable.name, ()), variable.shape
+        if len(given) > 1 and (declared is None or not all(isinstance(size, int) for size in declared[1:])):
+            found[variable.name] = (declared[0] if declared else None, *given[1:])
+    if not found or not (program.nesting or program.info.functions):
+        return {}
+    if control_flow_left(program, options.values, found) >= control_flow_left(program, options.values, {}):
+        return {}
+    for name, shape in found.items():
+        sizes = ", ".join(str(size) if isinstance(size, int) else "?" for size in shape)
+        say(f"input '{name}' is [{sizes}] for good, as it is fed: the model's control flow hangs on its sizes")
+    return found
+
+
 def _prediction(program: Program, options: FitOptions, say: Callable[[str], None]) -> Variable:
     """What the loss reads: the chosen output, or what stands before an activation that the loss applies itself."""
     floats = [v for v in program.outputs if v.dtype in FLOATS]
@@ -131,14 +161,36 @@ def _prediction(program: Program, options: FitOptions, say: Callable[[str], None
         say(f"the model has {len(floats)} float outputs; the loss reads the first, '{out.name}'")
     while inserted(out.producer) and out.producer is not None and out.producer.inputs[0] is not None:
         out = out.producer.inputs[0]  # a 16-bit output; the loss reads what it is rounded from
-    applied = _CALLS[options.loss][1]
-    if applied and out.producer is not None and out.producer.type == applied and out.producer.inputs[0] is not None:
-        say(f"the model ends in {applied}, which {options.loss} applies itself: the loss reads its input")
-        out = out.producer.inputs[0]
+    out = _before_activation(out, options, say)
     if not out.shape:
         raise ArgumentError(
             f"the loss reads '{out.name}', whose shape is not known, or which is a single number; "
             f"choose another output ({options.called('target')})"
+        )
+    return out
+
+
+def _before_activation(out: Variable, options: FitOptions, say: Callable[[str], None]) -> Variable:
+    """What the loss takes where it applies the activation itself that an output ends in; else the output."""
+    applied = _CALLS[options.loss][1]
+    if applied is None:
+        return out
+    ending = applied.ending(out)
+    if ending:
+        then = f" (then {', '.join(ending[1:])})" if ending[1:] else ""
+        say(f"the model ends in {ending[0]}{then}, and {options.loss} takes {applied.takes}: the loss reads those")
+        return applied.before(out)
+    if probabilities(out):
+        others = [loss for loss, (_, other) in _CALLS.items() if other is not None and other.ending(out)]
+        ways = [
+            f"choose an output that has them ({options.called('target')})",
+            "export the model without that activation",
+        ]
+        ways += [f"train with {options.said('loss', loss)}" for loss in (*others, "mse")]
+        raise ArgumentError(
+            f"{options.said('loss')} takes {applied.takes}, and '{out.name}', which it would read, lies between 0 "
+            f"and 1, as probabilities do: what stands before the activation was not found. "
+            f"{', '.join(ways[:-1]).capitalize()}, or {ways[-1]}"
         )
     return out
 

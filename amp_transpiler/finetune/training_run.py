@@ -85,8 +85,9 @@ class Run:
         if program.startup is not None:
             program.startup.seed = options.seed
         samples = Samples.of(arrays, [program.var(v.name) for v in fed], what)
-        labels = arrays[options.label].shape
-        self.programs = Programs.of(program, options, samples.rows(slice(0, self.batch)), labels, tell)
+        shapes = {name: array.shape for name, array in samples.arrays.items()}
+        rows, labels = samples.rows(slice(0, self.batch)), arrays[options.label].shape
+        self.programs = Programs.of(program, options, rows, shapes, labels, tell)
         self.train_data = self._with_labels(samples, arrays)
         self.test_data = None
         if test is not None:

@@ -98,10 +98,11 @@ def _typed(variable: Variable) -> bool:
 
 
 def _complete(program: Graph) -> None:
-    """Operator by operator: captured variables, inputs of nested graphs, then outputs that are still untyped."""
+    """Operator by operator: captured variables, inputs of nested graphs, then outputs that are still untyped, and what
+    comes of those, of which ONNX's inference may know the element type alone."""
     if not program.nesting and all([v.dtype is not None for v in program.variables]):
         return
-    env = Declared()
+    env, late = Declared(), set[Variable]()
     for op in program.operators:
         for nested in op.attrs.programs:
             for variable in nested.variables:
@@ -110,12 +111,15 @@ def _complete(program: Graph) -> None:
             if op.type in ("Loop", "Scan") and not op.domain:
                 _nested_inputs(op, nested)
             _complete(nested)
-        if all([v is None or v.dtype is not None or v.type_proto is not None for v in op.outputs]):
+        typed = all([v is None or _typed(v) for v in op.outputs])
+        if typed and late.isdisjoint(op.inputs):
             continue
+        before = [(v, v.dtype, v.shape) for v in op.outputs if v is not None]
         if op.attrs.programs:
             _nested_outputs(op)
         else:
             _one(op, env)
+        late.update(v for v, dtype, shape in before if (v.dtype, v.shape) != (dtype, shape))
 
 
 def _like(variable: Variable, model: Variable) -> None:

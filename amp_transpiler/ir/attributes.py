@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx
 
+from amp_transpiler.errors import ArgumentTypeError
+from amp_transpiler.option_checks import shown
+
 if TYPE_CHECKING:
     from amp_transpiler.ir.graph import Graph
 
@@ -19,7 +22,13 @@ def _encode(name: str, value: Any) -> onnx.AttributeProto:
         value = value.item()
     if isinstance(value, bool):
         value = int(value)
-    return onnx.helper.make_attribute(name, value)
+    try:
+        return onnx.helper.make_attribute(name, value)
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(
+            f"attribute {name!r} is {shown(value)}; expected a number, text, an array, a type, a graph, or a list of "
+            "one of them that is not empty"
+        ) from None
 
 
 #: The field of the attributes that nearly all operators have: onnx's helper takes many times as long.
@@ -59,6 +68,8 @@ class Attributes(MutableMapping[str, Any]):
         #: Every nested program, in attribute order.
         self.programs: Sequence[Graph] = ()
         if values:
+            if not isinstance(values, Mapping):
+                raise ArgumentTypeError(f"attributes are {shown(values)}; expected a mapping from names to values")
             for name, value in values.items():
                 self[name] = value
 
@@ -132,6 +143,12 @@ class Attributes(MutableMapping[str, Any]):
         proto = self._protos[name]
         assert proto is not None
         return proto
+
+    def kind(self, name: str) -> int:
+        """The type of an attribute, as onnx numbers them."""
+        if name not in self._graphs:
+            return self.proto(name).type
+        return onnx.AttributeProto.GRAPHS if isinstance(self._graphs[name], list) else onnx.AttributeProto.GRAPH
 
     def copy(self) -> Attributes:
         """The attributes that hold no graph, shared (protobufs are never changed in place)."""

@@ -5,6 +5,8 @@ A table because onnxruntime's schemas cannot be read without its session library
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 from amp_transpiler.ir.nodes import Operator, Shape
 
 DOMAIN = "com.microsoft"
@@ -85,6 +87,9 @@ _SAME_SHAPE = frozenset(
     """.split()  # noqa: SIM905
 )
 
+#: Output 0 has the shape that these two inputs are broadcast to.
+_BROADCAST = {"QLinearAdd": (0, 3), "QLinearMul": (0, 3)}
+
 
 def contrib_types(op: Operator) -> list[tuple[str | None, Shape | None]] | None:
     """Element type and shape of each output of onnxruntime's own operators; None where the table has no such one."""
@@ -100,10 +105,19 @@ def contrib_types(op: Operator) -> list[tuple[str | None, Shape | None]] | None:
         entry = rule[slot] if slot < len(rule) else None
         source = op.input(entry) if isinstance(entry, int) else None
         dtype = entry if isinstance(entry, str) else (source.dtype if source is not None else None)
-        first = op.input(0)
-        same = slot == 0 and op.type in _SAME_SHAPE and first is not None
-        types.append((dtype, first.shape if same and first is not None else None))
+        types.append((dtype, _shape(op) if slot == 0 else None))
     return types
+
+
+def _shape(op: Operator) -> Shape | None:
+    """The shape of output 0; None where no rule says it."""
+    slots = (0,) if op.type in _SAME_SHAPE else _BROADCAST.get(op.type, ())
+    shapes = [None if v is None else v.shape for v in map(op.input, slots)]
+    first, last = (shapes[0], shapes[-1]) if shapes else (None, None)
+    if first is None or last is None:
+        return None
+    pairs = [pair[::-1] for pair in zip_longest(reversed(first), reversed(last), fillvalue=1)][::-1]
+    return tuple(one if one == other or other == 1 else other if one == 1 else None for other, one in pairs)
 
 
 def settled_types(op: Operator) -> list[tuple[str | None, Shape | None]]:

@@ -25,11 +25,14 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Declared, infer_operator
 from amp_transpiler.ir.metadata import FULL, FUSED
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.opdef import lookup, rule_of
+from amp_transpiler.ir.opdef import lookup, lowering_rule_of
 from amp_transpiler.ir.operator_call import OperatorCall
 from amp_transpiler.ir.reasons import Kind, Reason
+from amp_transpiler.ir.rule_errors import rule_of
 from amp_transpiler.ir.types import ONNX_TYPES, numpy_dtype
 
+#: Domains of which onnxruntime has operators.
+RUNTIME_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft"})
 Entry = Callable[..., Sequence[Variable | None]]
 _ENTRIES: dict[tuple[str, str], Entry] = {}
 
@@ -155,8 +158,8 @@ class Parts:
     def error(self, reason: str) -> GraphError:
         """What to raise for a form that the entry does not know."""
         return GraphError(
-            f"operator '{self.op.label}' ({self.op.full_type}) cannot be decomposed for training: {reason}. "
-            "Export the model again without this operator, or freeze what lies before it"
+            f"operator '{self.op.label}' ({self.op.full_type}) cannot be decomposed: {reason}. Export the model "
+            "again without this operator"
         )
 
     def _name(self, hint: str) -> str:
@@ -237,6 +240,11 @@ def decompose(program: Graph) -> int:
         elif count and not op.attrs.programs and any(v is not None and v.shape is None for v in op.outputs):
             _complete(op)  # import could not see through the operators before it
     return count
+
+
+def runs_by_parts(op: Operator) -> bool:
+    """Whether nothing runs an operator but what it is decomposed into: neither onnxruntime, nor a lowering rule."""
+    return op.domain not in RUNTIME_DOMAINS and has_decomposition(op) and lowering_rule_of(op) is None
 
 
 def write_out(program: Graph) -> None:

@@ -15,27 +15,21 @@ from typing import Any, Self
 
 import networkx as nx
 
-from amp_transpiler.errors import ArgumentError, GraphError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError
 from amp_transpiler.ir import context, unique_name
 from amp_transpiler.ir.accumulation_window import AccumulationWindow
 from amp_transpiler.ir.adjacency import add_nodes, add_operator, predecessors, remove_node, successors
 from amp_transpiler.ir.attributes import Attributes
 from amp_transpiler.ir.model_info import ModelInfo
-from amp_transpiler.ir.nodes import CAPTURE, Operator, Variable, check_slots, role_after
+from amp_transpiler.ir.nodes import CAPTURE, Operator, Variable, check_operator, not_held, not_owned, role_after
 from amp_transpiler.ir.order import topological_order, walked
 from amp_transpiler.ir.patterns import matching
 from amp_transpiler.ir.startup import HasStartup
 from amp_transpiler.ir.types import element_type
-
-__all__ = ["Graph", "other_program"]
+from amp_transpiler.option_checks import shown
 
 Slots = Sequence[Variable | None]
 _numbers = count()
-
-
-def other_program(program: Graph, current: Graph) -> str:
-    """``program`` in a message that tells it from ``current``."""
-    return f"program '{program.name}'" if program.name != current.name else f"another program called '{program.name}'"
 
 
 class Graph(HasStartup):
@@ -197,11 +191,8 @@ class Graph(HasStartup):
 
     def must_own(self, variable: Variable) -> None:
         """GraphError where the variable is another program's."""
-        if variable.program is not self:
-            raise GraphError(
-                f"variable '{variable.name}' belongs to {other_program(variable.program, self)}, not to '{self.name}'; "
-                "build both under one program_guard"
-            )
+        if getattr(variable, "program", None) is not self:
+            raise not_owned(variable, self)
 
     def unique(self, name: str) -> str:
         """``name``, or ``name_1``, ``name_2``, … where it is taken in this program or in one around it."""
@@ -258,7 +249,13 @@ class Graph(HasStartup):
 
     def add_constant(self, name: str, array: Any) -> Variable:
         """A new variable with fixed content (a numpy array)."""
-        return self.add_variable(self.unique(name), array.dtype, array.shape, data=array)
+        try:
+            dtype, shape = array.dtype, array.shape
+        except AttributeError:
+            raise ArgumentTypeError(
+                f"add_constant: content of '{name}' is {shown(array)}; expected an array, as of np.asarray(...)"
+            ) from None
+        return self.add_variable(self.unique(name), dtype, shape, data=array)
 
     def add_operator(
         self,
@@ -278,7 +275,7 @@ class Graph(HasStartup):
         ``like``: role, guard and scope are those of another operator, which may have been removed.
         """
         made = attrs if isinstance(attrs, Attributes) else Attributes(attrs)
-        check_slots(self, type, inputs, outputs)
+        check_operator(self, type, inputs, outputs, role)
         op = self.add_read(type, list(inputs), list(outputs), made, domain)
         op.name = name
         if like is not None:
@@ -302,7 +299,9 @@ class Graph(HasStartup):
         return op
 
     def remove_operator(self, op: Operator) -> None:
-        """Take the operator out; its outputs stay, without a producer."""
+        """Take the operator out; its outputs stay, without a producer. GraphError where it is not in this program."""
+        if getattr(op, "program", None) is not self or op.key not in self._operators:
+            raise not_held(op, self)
         for variable in op.outputs:
             if variable is not None:
                 variable.producer, variable.producer_slot = None, -1
@@ -367,6 +366,7 @@ class Graph(HasStartup):
 
     def set_update(self, state: Variable, new: Variable) -> None:
         """Let persistable ``state`` take the value of ``new`` when a step ends (a later call wins)."""
+        self.must_own(state)
         if not state.persistable:
             raise GraphError(f"variable '{state.name}' is not persistable and cannot be updated")
         self.updates[state] = new

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from amp_transpiler.errors import GraphError
+from amp_transpiler.errors import AmpError, ArgumentError, ArgumentTypeError, GraphError
 from amp_transpiler.ir.adjacency import add_edge, contents, filled, predecessors, successors, trim
 from amp_transpiler.ir.attributes import Attributes
 from amp_transpiler.ir.reasons import Reason, parse
 from amp_transpiler.ir.variable_operators import PythonOperators
 from amp_transpiler.lists.paddle import paddle_attributes
+from amp_transpiler.option_checks import shown
 
 if TYPE_CHECKING:
     from amp_transpiler.ir.graph import Graph
@@ -272,17 +273,63 @@ def role_after(role: str, inputs: _Slots) -> str:
     return max([role, *made], key=ROLES.index) if role == FORWARD else role
 
 
-def check_slots(program: Graph, type: str, inputs: _Slots, outputs: _Slots) -> None:
-    """GraphError where a new operator of this type may not have these slots."""
-    for variable in (*inputs, *outputs):
-        if variable is not None and variable.program is not program:
-            program.must_own(variable)
+def check_operator(program: Graph, type: str, inputs: _Slots, outputs: _Slots, role: str | None) -> None:
+    """GraphError where a new operator of this type may not have these slots, or ArgumentTypeError; ArgumentError for a
+    role that there is none."""
+    if not isinstance(type, str) or not type:
+        raise ArgumentTypeError(f"add_operator: type is {shown(type)}; expected that of an operator, such as 'Relu'")
+    if role is not None and role not in ROLES:
+        raise ArgumentError(f"add_operator: role of {type} is {shown(role)}; expected one of {', '.join(ROLES)}")
+    try:
+        for variable in (*inputs, *outputs):
+            if variable is not None and variable.program is not program:
+                program.must_own(variable)
+    except (AttributeError, TypeError):
+        _check_kinds(type, inputs=inputs, outputs=outputs)
+        raise
     made: set[Variable] = set()
     for variable in outputs:
         if variable is not None and (variable.producer is not None or variable in made):
             _refuse(variable, type if variable.producer is None else variable.producer.label, type)
         if variable is not None:
             made.add(variable)
+
+
+def _check_kinds(type: str, **slots: Any) -> None:
+    """ArgumentTypeError where slots are no lists of variables."""
+    for what, given in slots.items():
+        listed = isinstance(given, (list, tuple))
+        wrong = next((v for v in given if not isinstance(v, Variable | None)), None) if listed else given
+        if not listed or wrong is not None:
+            held = f"{what} of {type} {'hold' if listed else 'are'} {shown(wrong)}"
+            raise ArgumentTypeError(
+                f"add_operator: {held}; expected a list of variables, None for one that is left out. program.var(name) "
+                "gives a variable by its name"
+            )
+
+
+def other_program(program: Graph, current: Graph) -> str:
+    """``program`` in a message that tells it from ``current``."""
+    return f"program '{program.name}'" if program.name != current.name else f"another program called '{program.name}'"
+
+
+def not_owned(variable: Variable, program: Graph) -> AmpError:
+    """The error where a variable is none of ``program``."""
+    if not isinstance(variable, Variable):
+        return ArgumentTypeError(f"{shown(variable)} is no variable; program.var(name) gives one by its name")
+    return GraphError(
+        f"variable '{variable.name}' belongs to {other_program(variable.program, program)}, not to '{program.name}'; "
+        "build both under one program_guard"
+    )
+
+
+def not_held(op: Operator, program: Graph) -> AmpError:
+    """The error where an operator is none of ``program``."""
+    if not isinstance(op, Operator):
+        return ArgumentTypeError(f"{shown(op)} is no operator; program.operators has them")
+    return GraphError(
+        f"operator '{op.label}' ({op.full_type}) is not in program '{program.name}': it was removed, or is another's"
+    )
 
 
 def _refuse(variable: Variable, one: str, other: str) -> NoReturn:

@@ -92,6 +92,8 @@ def save(
     """
     if path is not None and not isinstance(path, str | os.PathLike):
         raise ArgumentTypeError(f"to_onnx: path is {path!r:.80}; expected the path of a file")
+    if scope is not None and not hasattr(scope, "find_var"):
+        raise ArgumentTypeError(f"to_onnx: scope is {scope!r:.80}; expected an amp.Scope()")
     target = None if path is None else Path(path)
     with collector_paused():
         with getattr(scope, "reading", nullcontext)():  # all of them as one step left them

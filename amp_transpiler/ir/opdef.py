@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from amp_transpiler.errors import AmpError, ArgumentError, GraphError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.exchange_call import Exchange
 from amp_transpiler.ir.intervals import RangeRule
 from amp_transpiler.ir.nodes import OWN, Operator, Shape
 from amp_transpiler.ir.traits import Traits
 from amp_transpiler.lists import PlaceTraits, written_out
+from amp_transpiler.option_checks import shown
 
 T = TypeVar("T")
 #: ``rule(e, op, *inputs) -> outputs``; None: the place computes the operator as it stands.
@@ -153,6 +153,10 @@ def _split(full_type: str) -> tuple[str, str]:
 
 def entry(full_type: str) -> OpDef:
     """The entry of ``Type`` or ``domain::Type``, made on first use."""
+    if not isinstance(full_type, str):
+        raise ArgumentTypeError(
+            f"an operator is named by its type, as in 'Tanh' or 'domain::Type'; got {shown(full_type)}"
+        )
     key = _split(full_type)
     if key not in _TABLE:
         _TABLE[key] = OpDef(key[1], key[0])
@@ -230,39 +234,23 @@ def gradient(
     path through any other float input is an error at ``append_backward``, and so is an operator for
     which ``refuse`` gives a reason.
     """
+    if not isinstance(reads, str):
+        raise ArgumentTypeError(f"gradient of {full_type}: reads is {shown(reads)}; expected text, as in 'x0 dy0'")
     names = tuple(reads.split())
     for name in names:
         if not _READ.fullmatch(name):
             raise ArgumentError(f"gradient of {full_type}: cannot read {name!r}; use x0, y0, dy0, x*, dy*")
 
     def register(function: Rule) -> Rule:
-        domain, type_ = _split(full_type)
+        if not callable(function):
+            raise ArgumentTypeError(f"gradient of {full_type}: {shown(function)} is no function f(e, op, ...)")
         entry(full_type).gradient = Gradient(names, None if inputs is None else frozenset(inputs), refuse=refuse)
-        grad = entry(own(gradient_type(domain, type_)))
+        grad = entry(own(gradient_type(*_split(full_type))))
         grad.lowering, grad.native = function, native
         _READS[grad.type] = names
         return function
 
     return register
-
-
-@contextmanager
-def rule_of(op: Operator) -> Iterator[None]:
-    """GraphError where a rule for an operator fails inside: it has not the form that the rule is written for.
-
-    Files may hold operators of this package's domain, or of onnxruntime's, from anybody, and ONNX has no schema that
-    would check them when they are read.
-    """
-    try:
-        yield
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
-        if isinstance(error, AmpError):
-            raise
-        said = f"{type(error).__name__} {' '.join(str(error).split())}".strip()
-        raise GraphError(
-            f"operator '{op.label}' ({op.full_type}): its inputs, outputs or attributes do not fit what "
-            f"is known of it ({said})"
-        ) from error
 
 
 def gradient_type(domain: str, type_: str) -> str:

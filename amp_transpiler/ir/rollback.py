@@ -1,4 +1,4 @@
-"""All or nothing: a change of programs that fails in the middle leaves them, and unique names, as they were.
+"""All or nothing: a change of programs that fails in the middle leaves them, unique names and optimizers as they were.
 
 A snapshot copies the short lists and dictionaries of a program, not its contents, and no graph: edges follow from
 the slots of the operators, and are built anew where a change has to be taken back. Variables and operators keep
@@ -7,7 +7,7 @@ their identity, so that what the caller holds stays valid.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,13 +20,18 @@ from amp_transpiler.ir.nodes import CAPTURE, Operator, Variable
 
 
 @contextmanager
-def unchanged_on_error(*programs: Graph | None, objects: Iterable[object] = ()) -> Iterator[None]:
-    """Take back what the block does to ``programs`` (nested ones included) where it raises, Ctrl-C included.
+def unchanged_on_error(*changed: object) -> Iterator[None]:
+    """Take back what the block does to programs (nested ones included) and objects where it raises, Ctrl-C included.
 
-    The attributes of ``objects`` are put back as well; of their values, lists and dictionaries alone are copied.
+    Of other objects than programs the attributes are put back; of their values, lists and dictionaries alone are
+    copied. None is passed over.
     """
-    snapshots = [_Snapshot(program) for program in dict.fromkeys(programs) if program is not None]
-    tables: list[dict[str, Any]] = [unique_name.counters(), *(vars(each) for each in objects)]
+    given = list({id(each): each for each in changed if each is not None}.values())
+    snapshots = [_Snapshot(each) for each in given if isinstance(each, Graph)]
+    tables: list[dict[str, Any]] = [
+        unique_name.counters(),
+        *(vars(each) for each in given if not isinstance(each, Graph)),
+    ]
     before = [{name: _copied(value) for name, value in table.items()} for table in tables]
 
     def restore() -> None:

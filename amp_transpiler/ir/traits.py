@@ -55,6 +55,7 @@ class Traits:
     inputs being ordinary.
     ``ignores``: "low" where very low numbers of the first input count for nothing beside ordinary ones, "high" where
     very high ones do.
+    ``poles``: numbers in the first input at which its output, or its slope, is infinite.
     ``overflows``: why its results may leave float16 where its inputs do not; ``overflows_inside``: why numbers that it
     only computes with may.
 
@@ -92,6 +93,7 @@ class Traits:
     bounded: Interval | None = None
     carries_large: bool = False
     ignores: str = ""
+    poles: tuple[float, ...] = ()
     overflows: Kind | None = None
     overflows_inside: Kind | None = None
     weights: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""Checks of a program: its edges, its names, who gives what is read, its element types, its updates.
+"""Checks of a program: its edges, its names, who gives what is read, its element types, attributes and updates.
 
 Each check yields findings as text; :func:`verify` raises with the first ten. All of them are linear.
 """
@@ -61,6 +61,7 @@ def _findings(program: Graph) -> Iterator[str]:
             order = []
         for op in order:
             yield from operator_clashes(op)
+            yield from _attributes(op)
         yield from _updates(one)
 
 
@@ -260,6 +261,25 @@ def operator_clashes(op: Operator) -> Iterator[str]:
                         f"'{variable.name}' is {_short(spelled)}; both must have one type"
                     )
     yield from _cast_clash(op)
+
+
+def _attributes(op: Operator) -> Iterator[str]:
+    """Where an operator's attributes are not those of its schema."""
+    schema = None if op.domain == OWN else schema_of(op.type, op.program.opset(op.domain), op.domain)
+    if schema is None:
+        return
+    known, called = schema.attributes, f"operator '{op.label}' ({op.full_type})"
+    for name in op.attrs:
+        if name not in known:
+            yield f"{called} has the attribute '{name}', and takes {', '.join(known) or 'none'}"
+            continue
+        found = onnx.AttributeProto.AttributeType.Name(op.attrs.kind(name))
+        expected = str(known[name].type).rpartition(".")[2]
+        if found != expected:
+            yield f"{called}: attribute '{name}' is of the type {found}; the operator takes {expected}"
+    for name, attribute in known.items():
+        if attribute.required and name not in op.attrs:
+            yield f"{called} lacks the attribute '{name}'"
 
 
 def _cast_clash(op: Operator) -> Iterator[str]:

@@ -17,9 +17,8 @@ import onnx
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError
 from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.context import inside
-from amp_transpiler.ir.graph import other_program
 from amp_transpiler.ir.infer import Declared, infer_operator
-from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.ir.nodes import Variable, other_program
 from amp_transpiler.ir.rollback import without_leftovers
 from amp_transpiler.ir.types import FLOATS, ONNX_TYPES, element_type, numpy_dtype
 from amp_transpiler.lists import TARGET_OPSET

@@ -290,8 +290,7 @@ class OptimizerWithMixedPrecision:
     # -- the parts of a step, inside one transaction -------------------------------------------------
     def _appending(self, program: Program, startup_program: Program | None) -> AbstractContextManager[Program]:
         """The one transaction of a call; see ``state.appending``."""
-        parts = [part for optimizer in self.optimizers for part in optimizer.parts]
-        return appending(program, startup_program, self, *parts)
+        return appending(program, startup_program, self, *self.training.parts)
 
     def _gradients(
         self,

@@ -51,7 +51,7 @@ def appending(program: Program, startup_program: Program | None, *owners: object
     :func:`startup_of`.
     """
     startup = startup_of(program, startup_program)
-    with unchanged_on_error(program, startup, objects=owners), collector_paused():
+    with unchanged_on_error(program, startup, *owners), collector_paused():
         program.startup = program.startup or startup
         yield startup
 

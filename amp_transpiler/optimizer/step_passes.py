@@ -53,17 +53,24 @@ class Training:
     allreduce_precision: str = "float32"
     post_allreduce_callbacks: Sequence[Callback] | None = None
 
+    @property
+    def parts(self) -> list[object]:
+        """The objects that building a step changes: optimizers, and their schedules."""
+        return [part for optimizer in self.optimizers for part in optimizer.parts]
+
 
 #: What the step is made of: ``training`` of a decorated optimizer.
-TRAINING: Value[Training] = Value("training")
+TRAINING: Value[Training] = Value(
+    "training", Training, "`training` of a decorated optimizer", changed=lambda training: training.parts
+)
 #: Where new state is initialised; the program's own where it is left out.
-STARTUP: Value[Program] = Value("startup_program")
+STARTUP: Value[Program] = Value("startup_program", Program, changed=lambda startup: (startup,))
 #: How far the step is built.
-STEP: Value[Step] = Value("step")
+STEP: Value[Step] = Value("step", Step)
 #: The sums of a window, and then all that each of its runs updates.
-WINDOW: Value[dict[Variable, Variable]] = Value("window")
+WINDOW: Value[dict[Variable, Variable]] = Value("window", dict)
 #: The update operators.
-UPDATES: Value[list[Operator]] = Value("updates")
+UPDATES: Value[list[Operator]] = Value("updates", list)
 
 
 @dataclass(frozen=True)

@@ -201,8 +201,8 @@ class UpdateRule:
         eager = [f"'{p.name}'" for p, grad in params_grads if self.lazy_mode and p.sparse and grad.rows is None]
         if eager:
             warn_user(
-                f"{type(self).__name__}: lazy_mode makes no difference to {', '.join(eager)}: the gradient is of the whole "
-                "table, since accumulate_steps adds it up there or another operator reads the table"
+                f"{type(self).__name__}: lazy_mode makes no difference to {', '.join(eager)}: the gradient is of the "
+                "whole table, since accumulate_steps adds it up there or another operator reads the table"
             )
         spared = without_decay(type(self).__name__, self.weight_decay_exclude, program)
         found: ParamsGrads = []

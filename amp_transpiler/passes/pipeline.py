@@ -23,7 +23,8 @@ from amp_transpiler.ir.nodes import BACKWARD, FORWARD, UPDATE
 from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.ir.verify import untyped
 from amp_transpiler.lists import TARGET_OPSET
-from amp_transpiler.passes.pipeline_text import PassText, parse, read_options, written
+from amp_transpiler.option_checks import shown
+from amp_transpiler.passes.pipeline_text import NAME, PassText, parse, read_options, written
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -63,9 +64,27 @@ _HOLDS: dict[Property, Callable[[Graph], bool]] = {
 
 @dataclass(frozen=True, eq=False)
 class Value(Generic[T]):
-    """What passes are handed beside the graph: by the caller, as the argument ``name`` of a run, or by other passes."""
+    """What passes are handed beside the graph: by the caller, as the argument ``name`` of a run, or by other passes.
+
+    A caller's is of the type ``kind``, or what ``checked`` (the call, the graph, what is given) makes of it;
+    ``expected`` says the same in words. ``changed``: the programs and objects of a value that passes change, beside the
+    graph.
+    """
 
     name: str
+    kind: type = object
+    expected: str = ""
+    checked: Callable[[str, Graph, Any], T] | None = None
+    changed: Callable[[T], Iterable[object]] = lambda value: ()
+
+    def given(self, call: str, graph: Graph, value: Any) -> Any:
+        """What a caller gives for it; an error that names ``call`` where that is something else."""
+        if self.checked is not None:
+            return self.checked(call, graph, value)
+        if not isinstance(value, self.kind):
+            expected = self.expected or f"a value of the type {self.kind.__name__}"
+            raise ArgumentTypeError(f"{call}: {self.name} is {shown(value)}; expected {expected}")
+        return value
 
     def __str__(self) -> str:
         return f"`{self.name}`"
@@ -125,8 +144,14 @@ class Pass(ABC):
     initialises: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
-        assert PASSES.setdefault(cls.name, cls).__qualname__ == cls.__qualname__, f"two passes are called {cls.name}"
-        PASSES[cls.name] = cls
+        called, name = f"{cls.__module__}.{cls.__qualname__}", getattr(cls, "name", None)
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise ArgumentError(f"pass {called} has the name {shown(name)}; give it one, as in name = 'fold-constants'")
+        known = PASSES.setdefault(name, cls)
+        if known.__qualname__ != cls.__qualname__:
+            taken = f"{known.__module__}.{known.__qualname__}"
+            raise ArgumentError(f"pass {called} is called {name!r}, and so is {taken}; give it another name")
+        PASSES[name] = cls
 
     @classmethod
     def sentence(cls) -> str:
@@ -186,12 +211,16 @@ class Pipeline:
         return iter(self.passes)
 
     def run(self, program: Graph, **values: Any) -> Ran:
-        """Run the passes on ``program``, in place and in order; where one raises, the program is as before.
+        """Run the passes on ``program``, in place and in order; where one raises, all is as before.
 
-        ``values`` are those that passes take beside the program, such as ``loss`` of ``autodiff``. Returns what was
-        done: ``ran.changes``, each pass with whether it changed anything; ``ran["gradients"]``, the values that passes
-        made, by name; ``ran.notes``, what they have to say. ArgumentError for a value that no pass takes. GraphError
-        where a pass needs what neither the program has nor a pass before it guarantees: then nothing has run.
+        That is the program, its startup program where passes add state, and what ``values`` hold that they change, such
+        as the optimizers of ``training``.
+
+        ``values`` are those that passes take beside the program, such as ``loss`` of ``autodiff``; one that is None is
+        left out. Returns what was done: ``ran.changes``, each pass with whether it changed anything;
+        ``ran["gradients"]``, the values that passes made, by name; ``ran.notes``, what they have to say. ArgumentError
+        for a value that no pass takes, ArgumentTypeError for one of another kind. GraphError where a pass needs what
+        neither the program has nor a pass before it guarantees: then nothing has run.
         """
         if not isinstance(program, Graph):
             raise ArgumentTypeError(f"pipeline '{self}' runs on a program, got {program!r:.80}")
@@ -199,10 +228,13 @@ class Pipeline:
         for name in values:
             if name not in known:
                 raise ArgumentError(f"pipeline '{self}': no pass takes {name!r}{_near(name, known)}")
-        context = Context({known[name]: value for name, value in values.items()})
+        given = {known[name]: value for name, value in values.items() if value is not None}
+        call = f"pipeline '{self}'"
+        context = Context({taken: taken.given(call, program, value) for taken, value in given.items()})
         _check(self, program, context)
         startup = program.startup if any(each.initialises for each in self) else None
-        with unchanged_on_error(program, startup):
+        others = [each for taken, value in given.items() for each in taken.changed(value)]
+        with unchanged_on_error(program, startup, *others):
             changes = apply(self, program, context)
         made = {name: context[value] for name, value in known.items() if value in context}
         return Ran(changes, made, tuple(context.notes))

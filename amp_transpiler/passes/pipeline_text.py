@@ -8,10 +8,11 @@ from dataclasses import Field, dataclass, fields
 from difflib import get_close_matches
 from typing import Any, get_type_hints
 
-from amp_transpiler.errors import ArgumentError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.spelling import MODES, TYPES, read_as
 
-_NAME = re.compile(r"[A-Za-z][\w-]*")
+#: The name of a pass or an option.
+NAME = re.compile(r"[A-Za-z][\w-]*")
 _BLANKS = re.compile(r"\s*")
 _VALUE = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s{}"]+')
 _COMMA = re.compile(r"(?<!\\),")
@@ -54,11 +55,11 @@ class _Reader:
         return found
 
     def _pass(self) -> PassText:
-        at, name = self._match(_NAME, "the name of a pass")
+        at, name = self._match(NAME, "the name of a pass")
         options: dict[str, tuple[str, int]] = {}
         if self._took("{"):
             while not self._took("}"):
-                start, key = self._match(_NAME, "the name of an option, or '}'")
+                start, key = self._match(NAME, "the name of an option, or '}'")
                 if key in options:
                     raise _error(self.text, start, f"option {key!r} of {name} is given twice")
                 options[key] = (self._value(), start) if self._took("=") else ("true", start)
@@ -116,6 +117,7 @@ def key_of(option: Field[Any]) -> str:
 #: Type of an option -> what it holds in words, and how it is read.
 _TYPES: dict[Any, tuple[str, Callable[[str], Any]]] = {
     bool: ("true or false", {"true": True, "false": False}.__getitem__),
+    int: ("a whole number", int),
     str: ("text", str),
     tuple[str, ...]: (
         "names separated by commas",
@@ -127,7 +129,17 @@ _TYPES: dict[Any, tuple[str, Callable[[str], Any]]] = {
 def values_of(kind: type, option: Field[Any]) -> str:
     """What an option holds, in words."""
     choices: tuple[str, ...] = option.metadata.get("choices", ())
-    return " or ".join(choices) if choices else _TYPES[get_type_hints(kind)[option.name]][0]
+    return " or ".join(choices) if choices else _type(kind, option)[0]
+
+
+def _type(kind: type, option: Field[Any]) -> tuple[str, Callable[[str], Any]]:
+    found = get_type_hints(kind)[option.name]
+    if found not in _TYPES:
+        raise ArgumentTypeError(
+            f"option {key_of(option)} of pass {kind.__qualname__} is of type {found}, which has no text; expected "
+            "bool, int, str or tuple[str, ...]"
+        )
+    return _TYPES[found]
 
 
 def _read(kind: type, option: Field[Any], text: str) -> Any:
@@ -138,18 +150,17 @@ def _read(kind: type, option: Field[Any], text: str) -> Any:
     if text not in choices:
         raise ValueError(text)
     try:
-        return _TYPES[get_type_hints(kind)[option.name]][1](text)
+        return _type(kind, option)[1](text)
     except KeyError:
         raise ValueError(text) from None
 
 
 def written(each: Any) -> str:
     """The text of a pass: its name, and the options that are not the default."""
-    given = [
-        f"{key_of(option)}={_quoted(_written(getattr(each, option.name)))}"
-        for option in fields(each)
-        if getattr(each, option.name) != option.default
-    ]
+    changed = [option for option in fields(each) if getattr(each, option.name) != option.default]
+    for option in changed:
+        _type(type(each), option)
+    given = [f"{key_of(option)}={_quoted(_written(getattr(each, option.name)))}" for option in changed]
     return f"{each.name}{{{' '.join(given)}}}" if given else str(each.name)
 
 

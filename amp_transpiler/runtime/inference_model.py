@@ -9,6 +9,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError, 
 from amp_transpiler.ir.decompose import write_out
 from amp_transpiler.ir.nodes import OWN, Variable
 from amp_transpiler.lists.paddle import paddle_arguments
+from amp_transpiler.passes.canonicalize.standard_form import decompose_for_runtime
 from amp_transpiler.passes.lowering.lowered import needed
 from amp_transpiler.passes.numerics.mixed_norms import write_mixed_norms
 from amp_transpiler.passes.numerics.one_type_norms import write_norms_of_one_type
@@ -130,6 +131,7 @@ def pruned(program: Program, feeds: list[str], fetches: list[str]) -> Program:
         if not program.graph.degree(variable.key):
             program.remove_variable(variable)
     write_out(program)
+    decompose_for_runtime(program)
     write_norms_of_one_type(program)
     write_mixed_norms(program)
     return program

@@ -10,9 +10,8 @@ from typing import Any
 
 from amp_transpiler.errors import ArgumentTypeError, GraphError, ScopeError
 from amp_transpiler.ir.dealt_rows import held_shapes
-from amp_transpiler.ir.graph import other_program
 from amp_transpiler.ir.infer import static
-from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.ir.nodes import Variable, other_program
 from amp_transpiler.ir.opdef import lowering_rule_of
 from amp_transpiler.lists import place_traits
 from amp_transpiler.ops.training.exchange import meets

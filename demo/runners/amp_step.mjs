@@ -154,7 +154,8 @@ export class TrainingStep {
       content.set(name, await checked(read, name, said));
     }
     for (const [name, model] of Object.entries(step.models)) {
-      const more = model.data ? { externalData: [{ path: model.data, data: content.get(model.data) }] } : {};
+      const more = { extra: { session: { disable_quant_qdq: "1" } } }; // what is fake-quantised trains as it is
+      if (model.data) more.externalData = [{ path: model.data, data: content.get(model.data) }];
       if (onDevice) {
         const stays = Object.values(model.updates).map((tensor) => [tensor, "gpu-buffer"]);
         more.preferredOutputLocation = Object.fromEntries(stays);

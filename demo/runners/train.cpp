@@ -263,6 +263,7 @@ struct Step {
     checked_all(folder, said["files"]);
     for (const auto& [name, model] : models.members) {
       Ort::SessionOptions options;  // of each session: a provider's device is counted by them
+      options.AddConfigEntry("session.disable_quant_qdq", "1");  // what is fake-quantised trains as it is
       if (place == "webgpu") options.AppendExecutionProvider("WebGPU");
       sessions.emplace(name, Ort::Session(env, (folder / model["file"].text).c_str(), options));
     }

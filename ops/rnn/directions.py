@@ -282,4 +282,4 @@ def assembled(layer: Layer, found: Sequence[dict[int, Value]]) -> list[Value | N
             continue
         stacked = concat(e, [e.reshape(part, (1, *size_of(part))) for part in parts], 0)
         results[slot] = layer.state(stacked) if slot in (5, 6) else stacked
-    return results
+    return results[: len(layer.op.outputs)]  # the rest are inputs that this operator does not have

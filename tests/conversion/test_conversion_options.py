@@ -15,7 +15,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.cli import main
 from amp_transpiler.conversion import converting
-from amp_transpiler.conversion.calibration import measure
+from amp_transpiler.conversion.calibration import as_given, measure
 from amp_transpiler.conversion.conversion_options import ConversionOptions
 from amp_transpiler.conversion.verdict import Verdict
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ListError, ListTypeError
@@ -209,9 +209,9 @@ def test_the_verdict_is_the_error_of_what_the_file_computes(keywords: dict[str, 
 def test_a_check_reads_the_model_once_and_measures_it_once(
     flags: list[str], sessions: int, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sessions of the reference and of the conversion; with data two more, for what is inside of both."""
+    """Sessions of the model and of the conversion; with data two more, for what is inside of both."""
     counts = {"read": 0, "session": 0}
-    read, create = onnx_in.load, measure.create_session
+    read, create, given_one = onnx_in.load, measure.create_session, as_given._session
 
     def reading(*given: Any, **more: Any) -> Any:
         counts["read"] += 1
@@ -223,7 +223,13 @@ def test_a_check_reads_the_model_once_and_measures_it_once(
 
     monkeypatch.setattr(onnx_in, "load", reading)
     monkeypatch.setattr(converting, "load", reading)
+
+    def opening(program: amp.Program) -> Any:
+        counts["session"] += 1
+        return given_one(program)
+
     monkeypatch.setattr(measure, "create_session", creating)
+    monkeypatch.setattr(as_given, "_session", opening)
     given = [flag.replace("{data}", str(model.parent / "x.npz")) for flag in flags]
     assert main(["convert", str(model), str(model.parent / "o.onnx"), "--check", *given]) == 0
     assert counts == {"read": 1, "session": sessions}

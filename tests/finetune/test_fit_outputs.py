@@ -122,6 +122,11 @@ def test_messages_name_the_way_out(tmp_path: Path) -> None:
     one = parsed("net (float[n, 4] x) => (float[n, 1] y) { y = MatMul (x, w) }", w=(4, 1))
     with pytest.raises(amp.errors.FeedError, match="needs the loss bce_with_logits"):
         amp.fit(one, tmp_path / "a.onnx", data={"x": x, "label": np.ones((40, 1), np.float32)})
+    few = parsed("net (float[n, 4] x) => (float[n, 3] y) { y = MatMul (x, w) }", w=(4, 3))
+    for shares in (np.eye(3)[np.ones(40, int)], np.ones((40, 3), int)):
+        said = r"'label' has the shape \[40, 3\], a number for each class.*index of the class.*argmax.*kl_div"
+        with pytest.raises(amp.errors.FeedError, match=said):
+            amp.fit(few, tmp_path / "a.onnx", data={"x": x, "label": shares})
     scalar = parsed("net (float[n, 4] x, float s) => (float[n, 3] y) { z = Mul (x, s)\n y = MatMul (z, w) }", w=(4, 3))
     with pytest.raises(amp.errors.FeedError, match="no input is left to be fed"):
         amp.fit(scalar, tmp_path / "a.onnx", data={"x": x, "label": np.ones(40, int)}, values={"x": 0.0, "s": 1.0})

@@ -383,6 +383,14 @@ def test_what_it_refuses_leaves_the_program_alone(options: dict[str, Any], told:
     assert program.to_onnx().SerializeToString() == before
 
 
+@pytest.mark.parametrize("type_", ["LinearRegressor", "SVMRegressor", "TreeEnsembleRegressor"])
+def test_weights_in_attributes_are_named(type_: str) -> None:
+    text = f"net (float[n, 2] x) => (float[n, 1] y) {{ y = ai.onnx.ml.{type_} <coefficients = [1.0, 2.0]> (x) }}"
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21, "ai.onnx.ml" : 3]> {text}')
+    with pytest.raises(amp.AmpError, match=f"is left to train.*The weights of {type_} are attributes"):
+        amp.prepare_training(amp.Program.from_onnx(model))
+
+
 def test_not_after_minimize() -> None:
     program = linear()
     with amp.program_guard(program, program.startup), amp.unique_name.guard():

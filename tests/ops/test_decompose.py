@@ -12,7 +12,9 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.errors import GradientError
-from amp_transpiler.ir.decompose import decompose_operator, has_decomposition
+from amp_transpiler.ir import decompose as decompose_module
+from amp_transpiler.ir.decompose import Parts, decompose_operator, decomposition, has_decomposition
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.canonicalize.standard_form import standardize
 from tests.corpora.fused_operators import KEPT, MS, ONE, PACKED, PLAIN, B, H, N, S, X, normal, of_one
@@ -309,3 +311,62 @@ def test_attention_behind_attention_knows_its_batch() -> None:
     feeds = {"x": normal(3, 5, 8), "lengths": np.array([5, 2, 4], np.int32)}
     found = gradients(model, feeds, [*arrays], normal(3, 5, 8))
     assert set(found) == set(arrays) and all(np.abs(g).max() > 0 for g in found.values())
+
+
+@pytest.fixture
+def scaled_tanh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decompose_module, "_ENTRIES", dict(decompose_module._ENTRIES))
+
+    @decomposition("other::ScaledTanh")
+    def _(d: Parts, op: Operator, x: Variable) -> list[Variable]:
+        if d.whole("refused", 0):
+            raise d.error("it is refused")
+        return [d.ReduceSum(d.Mul(d.Tanh(x), d.number("scale", 1.0)), [1], keepdims=0)]
+
+
+OTHER = """<ir_version: 8, opset_import: ["" : %d, "other" : 1]>
+net (float[2,3] x) => (float[2] y) { h = Neg (x)  y = other.ScaledTanh <scale = 2.0%s> (h) }"""
+
+
+@pytest.mark.usefixtures("scaled_tanh")
+@pytest.mark.parametrize("opset", [11, 21, 22])
+def test_what_only_decomposes_is_evaluated_and_saved(opset: int, tmp_path: Path) -> None:
+    program = amp.Program.from_onnx(onnx.parser.parse_model(OTHER % (opset, "")))
+    x = normal(2, 3)
+    want = (2 * np.tanh(-x.astype(np.float64))).sum(1)
+    with amp.scope_guard(amp.Scope()):
+        exe = amp.Executor(amp.CPUPlace())
+        np.testing.assert_allclose(exe.run(program, feed={"x": x}, fetch_list=["y"])[0], want, rtol=1e-5)
+        amp.save_inference_model(tmp_path / "m.onnx", ["x"], ["y"], exe, program)
+    np.testing.assert_allclose(run(onnx.load(tmp_path / "m.onnx"), {"x": x}, "DISABLE_ALL")[0], want, rtol=1e-5)
+    assert [op.type for op in program.operators] == ["Neg", "ScaledTanh"] and program.opset() == opset
+
+
+@pytest.mark.usefixtures("scaled_tanh")
+def test_a_test_program_of_what_only_decomposes() -> None:
+    main, startup = amp.Program(), amp.Program()
+    with amp.program_guard(main, startup):
+        hidden = amp.nn.fc(amp.data("x", [4, 6]), 6)
+        made = main.add_variable("made", "float32", (4,))
+        main.add_operator("ScaledTanh", [hidden], [made], domain="other")
+        loss = amp.nn.functional.mean(made * made)
+    test = main.clone(for_test=True)
+    optimizer = amp.decorate(amp.optimizer.SGD(0.1))
+    optimizer.minimize(loss, startup)
+    with amp.scope_guard(amp.Scope()):
+        exe = amp.Executor(amp.CPUPlace())
+        exe.run(startup)
+        optimizer.amp_init(amp.CPUPlace(), test_program=test)
+        x = normal(4, 6)
+        (evaluated,) = exe.run(test, feed={"x": x}, fetch_list=[loss.name])
+        (trained,) = exe.run(main, feed={"x": x}, fetch_list=[loss])
+    np.testing.assert_allclose(evaluated, trained, rtol=1e-2)
+
+
+@pytest.mark.usefixtures("scaled_tanh")
+def test_what_cannot_be_decomposed_is_named() -> None:
+    program = amp.Program.from_onnx(onnx.parser.parse_model(OTHER % (21, ", refused = 1")))
+    with pytest.raises(
+        amp.AmpError, match=r"'ScaledTanh -> y' \(other::ScaledTanh\) cannot be decomposed: it is refused"
+    ):
+        program.lower(amp.CPUPlace())

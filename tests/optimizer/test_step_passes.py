@@ -155,6 +155,36 @@ def test_where_a_pass_raises_both_programs_are_as_before() -> None:
     assert built.bytes() == before
 
 
+@pytest.mark.parametrize("retry", ["pipeline", "minimize"])
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_where_a_pass_raises_the_optimizer_is_as_before(scheduled: bool, retry: str) -> None:
+    def built() -> Built:
+        found = build("mlp")
+        rate = amp.optimizer.lr.StepDecay(0.1, step_size=2) if scheduled else 0.1
+        found.optimizer = amp.decorate(amp.optimizer.Adam(rate, name="adam"))
+        found.main.startup = None  # passes find it among the values alone
+        return found
+
+    with amp.unique_name.guard():
+        expected = built()
+        expected.optimizer.minimize(expected.loss, expected.startup)
+    with amp.unique_name.guard():
+        again = built()
+        before = again.bytes()
+        values = {"loss": again.loss, "training": again.optimizer.training, "startup_program": again.startup}
+        with pytest.raises(AmpError, match="nowhere"):
+            Pipeline(TEXTS["mixed"] + ",autodiff{parameters=nowhere}").run(again.main, **values)
+        assert again.bytes() == before
+        if retry == "pipeline":
+            Pipeline(TEXTS["mixed"]).run(again.main, **values)
+        else:
+            again.optimizer.minimize(again.loss, again.startup)
+    assert again.bytes() == expected.bytes()
+    scope = amp.Scope()
+    amp.Executor(amp.CPUPlace()).run(again.startup, scope=scope)
+    assert again.optimizer.get_lr(scope) == pytest.approx(0.1)
+
+
 def test_lists_are_said_once() -> None:
     built = build("mlp")
     with pytest.raises(ArgumentError, match="amp_lists= says the type and the lists"):

@@ -9,6 +9,7 @@ from onnx import numpy_helper
 
 import amp_transpiler as amp
 from amp_transpiler.errors import GradientError
+from amp_transpiler.ir import opdef
 from amp_transpiler.nn import functional as F
 
 #: Paths beside a direct one, whose gradient alone would be wrong; and who reads what no gradient goes through.
@@ -83,3 +84,32 @@ def test_what_lies_before_it_may_be_frozen() -> None:
     with amp.program_guard(program, program.startup):
         pairs = amp.append_backward(F.mean(program.outputs[0]))
     assert [parameter.name for parameter, _ in pairs] == ["v"]
+
+
+@pytest.mark.parametrize("made", ["y = Add(a, b)", "y = Identity(b)"], ids=["beside", "alone"])
+def test_what_an_unknown_operator_makes_is_named(made: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for table in ("_TABLE", "_READS"):
+        monkeypatch.setattr(opdef, table, dict(getattr(opdef, table)))
+    text = f"""<ir_version: 10, opset_import: ["" : 21, "own" : 1]>
+        g (float[4, 4] x) => (y) <float[4, 4] w = {{1,0,0,0,0,1,0,0,0,0,1,0,0,0,0,1}}> {{
+          a = MatMul(x, w)  b = own.Unknown(a)  {made} }}"""
+    model = onnx.parser.parse_model(text)
+    model.graph.output[0].type.CopyFrom(onnx.helper.make_tensor_type_proto(1, [4, 4]))
+    program = amp.Program.from_onnx(model)
+    told = r"reads 'b', which 'Unknown -> b' \(own::Unknown\) makes, and of which nothing tells the element type"
+    assert "nothing tells the element type of 'b', which 'Unknown -> b' (own::Unknown) makes" in str(
+        amp.prepare_training(program)
+    )
+
+    def gradients() -> None:
+        with amp.program_guard(program, program.startup):
+            amp.append_backward(F.mean(program.outputs[0]))
+
+    with pytest.raises(GradientError, match=told + r".*register_gradient\('own::Unknown', \.\.\.\); or freeze what"):
+        gradients()
+    amp.register_gradient("own::Unknown", reads="dy0")(lambda e, op, dy: [dy])
+    with pytest.raises(GradientError, match=told + r".*\.shape = \(\.\.\.\); or freeze what lies before it"):
+        gradients()
+    program.var("b").dtype, program.var("b").shape = "float32", (4, 4)
+    gradients()
+    assert "own.UnknownGrad" in {op.type for op in program.operators}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from typing import Any
 
 import onnx
 import pytest
 
 import amp_transpiler as amp
-from amp_transpiler.errors import ArgumentError, GraphError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.passes import pipeline as passes
 from amp_transpiler.passes.canonicalize.control_flow import ExpandControlFlow
@@ -138,6 +139,85 @@ def test_a_need_that_nothing_guarantees_is_refused_before_anything_runs() -> Non
 def test_a_value_that_no_pass_takes_is_refused() -> None:
     with pytest.raises(ArgumentError, match="no pass takes 'feedshapes'; did you mean feed_shapes"):
         Pipeline("emit").run(program(IF), feedshapes={})
+
+
+@pytest.mark.parametrize(
+    ("text", "values", "said"),
+    [
+        ("canonicalize,autodiff", {"loss": 3}, "loss is 3; expected a variable, its name, or a list of several"),
+        ("canonicalize,autodiff", {"loss": []}, r"loss is \[\]; expected a variable"),
+        ("precision", {"amp_lists": ["Neg"]}, r"amp_lists is \['Neg'\]; expected amp.AutoMixedPrecisionLists"),
+        ("scale-loss", {"training": 3}, "training is 3; expected `training` of a decorated optimizer"),
+        ("scale-loss", {"startup_program": 3}, "startup_program is 3; expected a value of the type Program"),
+        ("constraints", {"options": {}}, "options is {}; expected a value of the type ConversionOptions"),
+        ("emit", {"wanted": 3}, "wanted is 3; expected a value of the type Wanted"),
+        ("emit", {"feed_shapes": 3}, "feed_shapes is 3; expected a mapping"),
+        ("emit", {"feed_shapes": {"zz": (1,)}}, "'zz' is no feed of program 'g'; its feeds are x"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused(text: str, values: dict[str, Any], said: str) -> None:
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=f"pipeline '{text}': {said}"):
+        Pipeline(text).run(program(FUNCTION.replace("own.Twice", "Neg")), **values)
+
+
+def test_a_value_of_none_is_left_out() -> None:
+    ran = Pipeline("inline-functions,emit").run(program(FUNCTION), feed_shapes=None, wanted=None)
+    assert ran["lowered"] and "wanted" not in ran.values
+
+
+@pytest.fixture
+def _passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "PASSES", dict(PASSES))
+
+
+@pytest.mark.usefixtures("_passes")
+def test_whole_numbers_are_options() -> None:
+    @dataclass(frozen=True)
+    class Counts(passes.Pass):
+        """It counts."""
+
+        name = "counts"
+        most: int = 1
+
+        def run(self, graph: Graph, context: passes.Context) -> None: ...
+
+    text = str(Pipeline([Counts(most=-2)]))
+    assert text == "counts{most=-2}" and Pipeline(text).passes == (Counts(most=-2),)
+    with pytest.raises(ArgumentError, match="option most of counts is 'few'; expected a whole number"):
+        Pipeline("counts{most=few}")
+
+
+@pytest.mark.usefixtures("_passes")
+def test_an_option_without_text_is_named() -> None:
+    @dataclass(frozen=True)
+    class Weighs(passes.Pass):
+        """It weighs."""
+
+        name = "weighs"
+        by: float = 1.0
+
+        def run(self, graph: Graph, context: passes.Context) -> None: ...
+
+    for call in (lambda: str(Pipeline([Weighs(2.0)])), lambda: Pipeline("weighs{by=2}")):
+        with pytest.raises(
+            ArgumentTypeError, match="option by of pass .*Weighs is of type .*float.*; expected bool, int"
+        ):
+            call()
+
+
+@pytest.mark.usefixtures("_passes")
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ({}, "has the name None; give it one, as in name = 'fold-constants'"),
+        ({"name": "two words"}, "has the name 'two words'"),
+        ({"name": "autodiff"}, "is called 'autodiff', and so is amp_transpiler.passes.autodiff.differentiate.Autodiff"),
+    ],
+)
+def test_a_pass_has_a_name_of_its_own(named: dict[str, str], said: str) -> None:
+    with pytest.raises(ArgumentError, match=r"pass .*\.Mine " + said):
+        type("Mine", (passes.Pass,), {"run": lambda self, graph, context: None, **named})
+    assert passes.PASSES == PASSES
 
 
 def test_lowering_works_on_a_copy_that_is_made_where_something_changes() -> None:

@@ -14,7 +14,7 @@ from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.program import Program
 
 
-def _draws(operator: Operator) -> bool:
+def draws(operator: Operator) -> bool:
     """Whether an operator draws random numbers, if only where a run tells it to."""
     told = operator.type == "Dropout" and not operator.domain and operator.input(2) is not None
     return told or traits_of(operator).random
@@ -26,10 +26,10 @@ def seed_draws(lowered: Lowered, program: Program) -> None:
     Without one onnxruntime draws others in every session. An operator and its conversion have one name; where they
     have none, they are as many in the program, for what they make may be called otherwise.
     """
-    unnamed = (op for op in program.walk() if not op.name and _draws(op))
+    unnamed = (op for op in program.walk() if not op.name and draws(op))
     numbers = {op: str(number) for number, op in enumerate(unnamed)}
     for node, op in _nodes(lowered):
-        itself = op is not None and _draws(op) and (node.op_type, node.domain) == (op.type, op.domain)
+        itself = op is not None and draws(op) and (node.op_type, node.domain) == (op.type, op.domain)
         if op is None or not itself or any(attribute.name == "seed" for attribute in node.attribute):
             continue
         known_by = op.name or numbers.get(op) or next(v.name for v in op.outputs if v is not None)

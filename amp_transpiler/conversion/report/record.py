@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
 from amp_transpiler.conversion.verdict import Verdict
 from amp_transpiler.ir.locations import model_size
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator, Variable, origin
 from amp_transpiler.ir.reasons import Reason
-from amp_transpiler.ir.tensors import byte_size, tensor_type
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.passes.numerics.constraints import ConstantNote
+from amp_transpiler.passes.view.constants import stored_bytes
 from amp_transpiler.passes.view.names import label
 from amp_transpiler.passes.view.typing import programs
 from amp_transpiler.program import Program
@@ -159,16 +158,15 @@ def record_program(program: Program, path: str | os.PathLike[str] | None = None)
             if v.outer is not None:
                 continue
             index[v] = len(tensors)
-            content = _content(v)
-            size = byte_size(*tensor_type(content)) if content is not None else 0
+            stored = stored_bytes(v)
             tensors.append(
                 TensorRecord(
                     v.name,
                     v.dtype or "",
                     v.shape,
                     number.get(v.producer) if v.producer else None,
-                    content is not None,
-                    size,
+                    bool(stored),
+                    sum(stored.values()),
                 )
             )
     operators = [_operator(op, number, index) for op in number]
@@ -182,12 +180,6 @@ def record_program(program: Program, path: str | os.PathLike[str] | None = None)
         sum(t.bytes for t in tensors),
         0 if path is None else model_size(path),
     )
-
-
-def _content(variable: Variable) -> Any:
-    """What a constant holds, whether it is an initializer or made by a Constant operator; None for any other."""
-    maker = variable.producer
-    return maker.attrs.get("value") if maker is not None and maker.full_type == "Constant" else variable.data
 
 
 def _operator(op: Operator, number: dict[Operator, int], index: dict[Variable, int]) -> OperatorRecord:

@@ -239,7 +239,7 @@ def _check_rule(op: Operator, rule: Gradient | None, slots: list[int], captured:
             decompose_operator(op)
         except GraphError as error:
             rule_of_yours = f"register a rule with @amp.register_gradient('{op.full_type}', ...)"
-            raise GradientError(f"{error}, or {rule_of_yours}") from None
+            raise GradientError(f"{error}, freeze what lies before it, or {rule_of_yours}") from None
     if rule is None:
         source = op.inputs[slots[0]]
         by_ranks = "Gradients are averaged over the ranks without it: leave it out, or call it behind minimize. "

@@ -1,7 +1,8 @@
 """What depends on parameters: float tensors, and what stands for them, through which no gradient goes.
 
-Sequences and optional values hold tensors, quantised numbers and floats of 8 bit and less stand for wider ones. Where
-one of them lies between a loss and a parameter, a gradient that left it out would be wrong: that is an error.
+Sequences and optional values hold tensors, quantised numbers and floats of 8 bit and less stand for wider ones; what an
+unknown operator makes may be any of these. Where one of them lies between a loss and a parameter, a gradient that left
+it out would be wrong: that is an error.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Collection, Iterable
 
 from amp_transpiler.errors import GradientError
 from amp_transpiler.ir.nodes import BACKWARD, Operator, Variable
-from amp_transpiler.ir.opdef import traits_of
+from amp_transpiler.ir.opdef import lookup, traits_of
 from amp_transpiler.ir.types import FLOATS
 
 #: Element types of what is computed of quantised numbers; wider integers count, and choose.
@@ -38,13 +39,27 @@ def check_reads(op: Operator, needs: set[int], way_out: str) -> None:
     """GradientError where an operator reads what only stands for floats that a gradient is asked of."""
     stands = next((v for v in _read(op, needs) if v.dtype not in FLOATS), None)
     if stands is not None:
-        kind = "a sequence or an optional value" if stands.dtype is None else f"{stands.dtype} numbers"
         maker = stands.producer
         made = "" if maker is None else f", which '{maker.label}' ({maker.full_type}) makes,"
+        if stands.dtype is None and stands.type_proto is None:
+            raise GradientError(
+                f"operator '{op.label}' ({op.full_type}) lies on the path of the loss and reads '{stands.name}'{made} "
+                f"and of which nothing tells the element type. Say what it is, as in program.var('{stands.name}')"
+                f".dtype = 'float32' and .shape = (...){_rule_wanted(maker)}; or freeze what lies before it "
+                "(trainable = False, or no_grad_set)"
+            )
+        kind = "a sequence or an optional value" if stands.dtype is None else f"{stands.dtype} numbers"
         raise GradientError(
             f"operator '{op.label}' ({op.full_type}) lies on the path of the loss and reads '{stands.name}'{made} "
             f"{kind}, through which no gradient goes. {way_out}"
         )
+
+
+def _rule_wanted(op: Operator | None) -> str:
+    found = None if op is None else lookup(op)
+    if op is None or (found is not None and found.gradient is not None):
+        return ""
+    return f", and register a rule with @amp.register_gradient('{op.full_type}', ...)"
 
 
 def _read(op: Operator, needs: set[int]) -> list[Variable]:
@@ -61,9 +76,7 @@ def _inputs(op: Operator, needs: set[int]) -> list[tuple[int, Variable]]:
 
 def _continues(op: Operator, read: list[Variable], made: Variable) -> bool:
     """Whether what is made of something stands for it, as floats do."""
-    if made.dtype is None:
-        return made.type_proto is not None
-    if made.dtype in FLOATS or made.dtype.startswith(_SMALL_FLOATS):
+    if made.dtype is None or made.dtype in FLOATS or made.dtype.startswith(_SMALL_FLOATS):
         return True
     quantised = traits_of(op).quantises or any(v.dtype in _QUANTISED for v in read)
     return quantised and made.dtype in _QUANTISED

@@ -12,11 +12,11 @@ from amp_transpiler.passes.pipeline import Context, Pass, Property, Value
 from amp_transpiler.passes.view.given import LOSS, losses_of
 
 #: What gradients start from, where that is not the loss itself.
-SCALED_LOSS: Value[Variable] = Value("scaled_loss")
+SCALED_LOSS: Value[Variable] = Value("scaled_loss", Variable)
 #: What gradients are for, of losses that are checked, where options do not say it.
-WANTED: Value[Wanted] = Value("wanted_gradients")
+WANTED: Value[Wanted] = Value("wanted_gradients", Wanted)
 #: Parameters with their gradients.
-GRADIENTS: Value[list[tuple[Variable, Variable]]] = Value("gradients")
+GRADIENTS: Value[list[tuple[Variable, Variable]]] = Value("gradients", list)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from amp_transpiler.ir.patterns import matching, pattern_of
 from amp_transpiler.option_checks import is_whole
 from amp_transpiler.passes.autodiff.memory_budget import within_budget
 from amp_transpiler.passes.autodiff.recompute import Made, Segment, insert
-from amp_transpiler.passes.lowering.feed_shapes import given_shapes
 from amp_transpiler.passes.lowering.place import CPUPlace, Place, check_place
+from amp_transpiler.passes.view.feed_shapes import given_shapes
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from amp_transpiler.ir.nodes import Operator, Shape, Variable
 from amp_transpiler.ir.opdef import has_lowering_rule
 from amp_transpiler.passes.canonicalize.trip_count import trip_count
 from amp_transpiler.passes.pipeline import Context, Pass, Value
+from amp_transpiler.passes.view.feed_shapes import checked_shapes
 
 #: Shapes of feeds that the program does not declare itself.
-FEED_SHAPES: Value[Mapping[str, tuple[int, ...]]] = Value("feed_shapes")
+FEED_SHAPES: Value[Mapping[str, tuple[int, ...]]] = Value("feed_shapes", checked=checked_shapes)
 #: Operators that the unrolled iterations of all loops of a program may have together: a loop in a loop multiplies.
 UNROLL_LIMIT = 20_000
 
@@ -79,22 +80,23 @@ def inline_known_branches(program: Graph) -> bool:
 def why_not_known(op: Operator) -> str:
     """Why control flow that is still there was not expanded, in words for an error, with the way out."""
     way_out = "Give its value before the run: amp.prepare_training(program, values={'INPUT': NUMBER})"
+    sizes = "feed_shapes={'INPUT': [None, SIZE, ...]}, where sizes decide that"
     if op.type == "If":
-        return f"its condition '{_name(op.input(0))}' is computed in the run. {way_out}"
+        return f"its condition '{_name(op.input(0))}' is computed in the run. {way_out}, or {sizes}"
     if op.type == "Scan":
         return (
             f"the length that it scans is not known, or unrolls to more than {UNROLL_LIMIT} operators. Fix "
-            "the shape of its inputs"
+            "the sizes of inputs: amp.prepare_training(program, feed_shapes={'INPUT': [None, SIZE, ...]})"
         )
     if op.type == "Loop":
         if not _goes_on(op.attrs["body"]):
             return (
                 f"its body decides in the run whether to go on (or it unrolls to more than {UNROLL_LIMIT} operators). "
-                f"{way_out}, or fix the shape of its inputs, where that decides; else rewrite it with a trip count"
+                f"{way_out}, or {sizes}; else rewrite it with a trip count"
             )
         return (
             f"its trip count '{_name(op.input(0))}' is not known before the run (or unrolls to more than "
-            f"{UNROLL_LIMIT} operators). {way_out}"
+            f"{UNROLL_LIMIT} operators). {way_out}, or {sizes}"
         )
     return "it holds a nested graph"
 

@@ -8,6 +8,7 @@ import onnx
 import onnx.inliner
 
 from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.control import every_node
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.model_file import ModelFile
 from amp_transpiler.ir.nodes import Operator, Variable
@@ -30,6 +31,7 @@ def inline_functions(program: Graph) -> bool:
         return False
     written = weightless(program)
     _import_alike(written)
+    _give_defaults(written)
     try:
         model = onnx.inliner.inline_local_functions(written)
     except ONNX_ERRORS as error:
@@ -58,6 +60,18 @@ def _import_alike(model: onnx.ModelProto) -> None:
     for imported in [*model.opset_import, *(each for f in model.functions for each in f.opset_import)]:
         if imported.domain in own:
             imported.version = versions.setdefault(imported.domain, imported.version)
+
+
+def _give_defaults(model: onnx.ModelProto) -> None:
+    """Write the defaults of functions' attributes at the calls that leave them out: the inliner does not know them."""
+    defaults = {(plain_domain(f.domain), f.name, f.overload): f.attribute_proto for f in model.functions}
+    if not any(defaults.values()):
+        return
+    for nodes in (model.graph.node, *(function.node for function in model.functions)):
+        for node in every_node(nodes):
+            given = {attribute.name for attribute in node.attribute}
+            called = defaults.get((plain_domain(node.domain), node.op_type, node.overload), ())
+            node.attribute.extend(default for default in called if default.name not in given)
 
 
 def _calls(program: Graph) -> set[tuple[str, str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from amp_transpiler.ir.decompose import decompose
+from amp_transpiler.ir.decompose import decompose, decompose_operator, runs_by_parts
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.passes.canonicalize.fuse_swish import fuse_swishes
 from amp_transpiler.passes.canonicalize.opset import convert_opset
@@ -22,6 +22,34 @@ def standardize(program: Graph) -> None:
     convert_opset(program)
     decompose(program)
     forget_unread_statistics(program)
+
+
+def decompose_for_runtime(program: Graph) -> bool:
+    """Decompose what nothing runs as it stands, and is no call of a function of the program; whether there is any.
+
+    What comes of it has the form of the target opset, and so has the program then. GraphError names an operator that
+    cannot be decomposed.
+    """
+    functions = {(each.domain, each.name) for each in program.info.functions}
+    found = [op for op in program.walk() if runs_by_parts(op) and (op.domain, op.type) not in functions]
+    if found:
+        convert_opset(program)
+    for op in found:
+        decompose_operator(op)
+    return bool(found)
+
+
+@dataclass(frozen=True)
+class DecomposeForRuntime(Pass):
+    """Operators of other domains that neither onnxruntime nor a lowering rule knows are decomposed."""
+
+    name = "decompose-for-runtime"
+
+    def applies(self, graph: Graph, context: Context) -> bool:
+        return any(map(runs_by_parts, graph.walk()))
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        return decompose_for_runtime(graph)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import differentiated, lookup, rule_of, traits_of
+from amp_transpiler.ir.opdef import differentiated, lookup, traits_of
+from amp_transpiler.ir.rule_errors import rule_of
 from amp_transpiler.ops.channel_rows import exchanged, lies_in_rows, restored
 from amp_transpiler.ops.common import size_of
 

@@ -30,7 +30,7 @@ class OperatorCost:
     """What the operators of one type of a program take together.
 
     bytes, bytes_by_type: of the operands and results of their kernels. flops_16, flops_32: additions and
-    multiplications of sums of products on 16-bit operands, and on wider ones. why: of the one among them that moves
+    multiplications of sums of products on 16-bit operands, and on others. why: of the one among them that moves
     most in fp32, the reason why it runs in fp32; "" where there is none.
     """
 
@@ -52,7 +52,7 @@ class CostEstimate:
     bytes, bytes_by_type: what kernels read and write, each operand whole, in all and by element type.
     casts, cast_bytes: how many of the kernels are casts, and their bytes.
     flops_16, flops_32: additions and multiplications of matrix products, convolutions and the like, on 16-bit operands,
-        and on wider ones.
+        and on others: fp32 and quantised ones.
     temporaries: the most that tensors made in the run take at one time.
     peak: that and all else, as ``memory_estimate`` forecasts it.
     operators: the same by type of operator of the program, the most bytes first.

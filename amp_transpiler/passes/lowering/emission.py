@@ -17,13 +17,14 @@ import onnx
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.decided_sizes import DecidedSizes
+from amp_transpiler.ir.decompose import RUNTIME_DOMAINS
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes, constant_array, static, type_proto
 from amp_transpiler.ir.nodes import OWN, Operator, Shape, Variable
-from amp_transpiler.ir.opdef import group_inputs, has_lowering_rule, lookup, lowering_rule_of, rule_of, traits_of
+from amp_transpiler.ir.opdef import group_inputs, has_lowering_rule, lookup, lowering_rule_of, traits_of
+from amp_transpiler.ir.rule_errors import rule_of
 from amp_transpiler.ir.signature import signature
-from amp_transpiler.ir.tensors import as_array, tensor_type, to_proto
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
 from amp_transpiler.ops.gpu_kernels import remember_product
@@ -56,13 +57,12 @@ from amp_transpiler.passes.lowering.lowered import (
 from amp_transpiler.passes.lowering.multiples import emit_multiple
 from amp_transpiler.passes.lowering.node_order import arranged
 from amp_transpiler.passes.lowering.own_rows import left_to_others, met_at
+from amp_transpiler.passes.lowering.rule_results import check_results
 from amp_transpiler.passes.lowering.scatters import emit_scatter
 from amp_transpiler.passes.lowering.table_lookups import emit_lookup, looks_up_dealt
 from amp_transpiler.passes.lowering.tensor_types import foreign_types, unpooled_types
 from amp_transpiler.passes.lowering.wanted import Wanted
 
-#: Domains whose operators onnxruntime computes in fp32 on CPU just as well.
-_CARRIED = frozenset({"", "ai.onnx", "com.microsoft", "ai.onnx.ml"})
 _RUNTIME = {"seed": SEED, "step": STEP}
 _Sizes = Mapping[str, tuple[int, ...]]
 _INSTEAD = (emit_known, emit_biased_softmax, emit_column, emit_multiple, emit_lookup, emit_scatter)
@@ -103,7 +103,6 @@ class _Emission(EmulatedStorage):
         self.e.runtime_scalar, self.e.known_values = self._runtime_scalar, self._known
         self.e.ranked = any(map(meets, program.operators))
         self.inputs: list[onnx.ValueInfoProto] = []
-        self.named: dict[Variable, str] = {}  # tensors of nested graphs: a graph beside may have such variables too
         self.result = Lowered(onnx.ModelProto(), place, given=self.e.given)
         self.layout = flat_layout(self.order, self.updates, self.shapes, place, self.left, wanted.cores)
         self.e.rows, self.e.together = self.layout.rows, drawn_together(self.order)
@@ -134,7 +133,7 @@ class _Emission(EmulatedStorage):
         graph.name = self.program.graph_name
         graph.node.extend(each.node for each in rows)
         used = {name for each in rows for name in each.reads}  # a rule may have read a constant, and not emitted it
-        graph.initializer.extend(t for name, t in self.e.initializers.items() if name in used)
+        graph.initializer.extend(t for name, t in self.e.initializers.items() if name in used | wanted)
         unread = self.layout.unread(self.result.states, used | wanted)
         self.result.states = [port for port in self.result.states if port.variable not in unread]
         graph.input.extend(info for info in self.inputs if info.name not in unread)
@@ -159,7 +158,9 @@ class _Emission(EmulatedStorage):
 
     def _source(self, variable: Variable) -> None:
         if variable.is_constant:
-            self.env[variable.key] = self._constant(variable)
+            if self.declared and self.cpu and variable.dtype in HALF and variable in self.fetches:
+                self.named[variable] = self.e.name(f"{variable.name}@HELD")  # the output has the name
+            self.env[variable.key] = self.constant(variable)
             return
         if not variable.is_input and not variable.persistable:
             raise GraphError(
@@ -183,16 +184,6 @@ class _Emission(EmulatedStorage):
         self.result.states.append(Port(name, name, dtype, shape, flat.segments))
         whole = self.emulated(Value(name, dtype, shape))
         remember_state(self.e, [self.env[v.key] for v in flat.states], whole, flat.cast_whole)
-
-    def _constant(self, variable: Variable) -> Value:
-        """Constant content as an initializer; on CPU 16-bit content as fp32."""
-        dtype, shape = tensor_type(variable.data)
-        data = as_array(variable.data) if isinstance(variable.data, onnx.SparseTensorProto) else variable.data
-        if self.cpu and dtype in HALF:
-            dtype, data = "float32", as_array(data).astype(np.float32)
-        name = self.named.get(variable, variable.name)
-        self.e.initializers[name] = to_proto(data, name)
-        return Value(name, dtype, shape)
 
     def _known(self, variable: Variable) -> np.ndarray | None:
         return self.shapes.ruled(variable) if self.shapes is not None else constant_array(variable)
@@ -252,19 +243,16 @@ class _Emission(EmulatedStorage):
             pairs = zip(variables, inputs, strict=True)
             inputs = [None if v is None or not i else self.stands_for(v, i) for v, i in pairs]
         sizes = self.e.output_shapes
-        turned = exchange(self.e, op, inputs, sizes)
+        turned, first = exchange(self.e, op, inputs, sizes), len(self.e.nodes)
         if turned is not None:
             inputs, self.e.output_shapes = turned
         with rule_of(op), self.e.emulation() if emulation else nullcontext():
             results = function(self.e, op, *group_inputs(op, inputs))
-        if results is None:
-            return False
+            if results is None and op.domain != OWN:
+                return False
+            results = check_results(self.e, op, function, results, inputs, first)
         for variable, value, size in zip_longest(op.outputs, results, sizes):
             if variable is not None and variable not in self.left:
-                if value is None:
-                    raise GraphError(
-                        f"the lowering rule of '{op.label}' ({op.full_type}) gave nothing for '{variable.name}'"
-                    )
                 held = self.finished(variable, value, found.exact)
                 self.env[variable.key] = held if turned is None else as_image(self.e, held, size)
         return True
@@ -272,7 +260,8 @@ class _Emission(EmulatedStorage):
     def _standard(self, op: Operator) -> None:
         found = lookup(op)
         exact = found is not None and found.exact
-        real = self.cpu and (op.domain not in _CARRIED or traits_of(op).bits or self._looks_up(op))
+        # On CPU onnxruntime computes its own operators in fp32 just as well as in 16 bit; nobody knows of others.
+        real = self.cpu and (op.domain not in RUNTIME_DOMAINS or traits_of(op).bits or self._looks_up(op))
         inputs = [None if v is None else self.read(op, v) for v in op.inputs]
         if real:
             inputs = [self.real(v, i) if v and i else None for v, i in zip(op.inputs, inputs, strict=True)]
@@ -337,7 +326,7 @@ class _Emission(EmulatedStorage):
                     if v.dtype in HALF and nested.parent is not None:
                         self.result.inner[info.name] = nested.parent
                 elif v.producer is None and v.data is not None:
-                    inner[v.key] = self._constant(v)
+                    inner[v.key] = self.constant(v)
             for op in needed(nested, nested.outputs):
                 count = len(e.nodes)
                 self.operator(op)
@@ -366,9 +355,11 @@ class _Emission(EmulatedStorage):
             shape = self._shape(variable)
             if (variable.key, dtype) not in ports:
                 value = self._output_value(variable, dtype)
-                if value.name in taken or value.name in rename:
+                itself = self.declared and not variable.persistable and value.name == variable.name
+                if not itself and (value.name in taken or value.name in rename):
                     value = self.e.op("Identity", value, dtype=value.dtype or "float32")
-                name = variable.name if variable.name not in taken else self.e.name(f"{variable.name}@OUT")
+                free = itself or variable.name not in taken
+                name = variable.name if free else self.e.name(f"{variable.name}@OUT")
                 if (held := self.env[variable.key].name) == name != value.name:  # what the output was cast from
                     rename[held] = self.e.name(f"{name}@HELD")
                 rename[value.name] = name

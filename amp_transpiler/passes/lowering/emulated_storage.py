@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from functools import cached_property
 
+import numpy as np
 import onnx
 
 from amp_transpiler.ir.emitter import Emitter, Value
@@ -12,6 +13,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes, static
 from amp_transpiler.ir.nodes import BACKWARD, OWN, Operator, Variable
 from amp_transpiler.ir.opdef import lookup, lowering_rule_of, traits_of
+from amp_transpiler.ir.tensors import as_array, tensor_type, to_proto
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.passes.lowering.lowered import emulated_attribute
 
@@ -29,6 +31,7 @@ class EmulatedStorage:
         self.cpu = e.at.emulates
         self.keep_fp32 = keep_fp32
         self.env: dict[int, Value] = {}
+        self.named: dict[Variable, str] = {}  # tensors of nested graphs: a graph beside may have such variables too
         #: Variables kept fp32, rounded for the readers that do not run in fp32.
         self.rounded: dict[Variable, Value] = {}
         self.shapes: Shapes | None = None
@@ -55,6 +58,16 @@ class EmulatedStorage:
         emulated = self.e.cast(value, "float32")
         self.e.narrow[emulated.name] = value
         return emulated
+
+    def constant(self, variable: Variable) -> Value:
+        """Constant content as an initializer; on CPU 16-bit content as fp32."""
+        dtype, shape = tensor_type(variable.data)
+        data = as_array(variable.data) if isinstance(variable.data, onnx.SparseTensorProto) else variable.data
+        if self.cpu and dtype in HALF:
+            dtype, data = "float32", as_array(data).astype(np.float32)
+        name = self.named.get(variable, variable.name)
+        self.e.initializers[name] = to_proto(data, name)
+        return Value(name, dtype, shape)
 
     def read(self, op: Operator, variable: Variable) -> Value:
         """A variable as ``op`` reads it: rounded where it is held in fp32 and the operator does not run so."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx
 
-from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.control import nested_graphs
 from amp_transpiler.ir.kernel_cost import launches, moved_bytes, tensor_bytes
 from amp_transpiler.ir.nodes import Operator
@@ -18,7 +17,7 @@ from amp_transpiler.ir.opdef import flops_of, traits_of
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.lists.devices import busy_seconds
 from amp_transpiler.passes.lowering.lowered import Lowered
-from amp_transpiler.passes.lowering.tensor_types import Type, types_in
+from amp_transpiler.passes.lowering.tensor_types import Type, types_in, unsized
 
 Types = Mapping[str, Type]
 CASTS = frozenset({"Cast", "CastLike"})
@@ -78,6 +77,7 @@ class _Walk:
     def __init__(self, lowered: Lowered) -> None:
         self.inner = lowered.inner
         graph = lowered.model.graph
+        self.nodes = graph.node
         self.content = {tensor.name: tensor for tensor in graph.initializer}
         constants = ((node.output[0], node.attribute[0]) for node in graph.node if node.op_type == "Constant")
         self.content |= {name: proto.t for name, proto in constants if proto.name == "value"}
@@ -93,13 +93,10 @@ class _Walk:
         operands = [self._type(name, types) for name in node.input]
         results = [self._type(name, types) for name in node.output]
         used = [each for each in (*operands, *results) if each is not None]
-        unsized = next((name for name in (*node.input, *node.output) if name and not _fixed(types.get(name))), None)
-        if unsized is not None:
+        unknown = next((name for name in (*node.input, *node.output) if name and not _fixed(types.get(name))), None)
+        if unknown is not None:
             if not nested:
-                raise GraphError(
-                    f"the shape of tensor '{unsized}' is not known before the run; give the shapes of all feeds, or "
-                    "leave out operators whose results depend on data"
-                )
+                raise unsized(unknown, self.nodes, types)
             self.unknown.append(f"{node.op_type} '{node.name}'")
             return [Kernel(node.op_type, origin, 1, {}, 0, 0, "")]
         sizes: dict[str, int] = {}
@@ -119,7 +116,7 @@ class _Walk:
                 sizes,
                 moved_bytes(node.op_type, node.domain, read, written),
                 rule(attributes, *shapes) if rule is not None else 0,
-                next((each[0] for each in used if each[0] in FLOATS), ""),
+                used[0][0] if rule is not None else next((each[0] for each in used if each[0] in FLOATS), ""),
                 busy_seconds(node.op_type, max((math.prod(each[1]) for each in counted), default=0)),
             )
         ]

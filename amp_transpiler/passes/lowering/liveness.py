@@ -17,13 +17,12 @@ from dataclasses import dataclass, field
 
 import onnx
 
-from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.kernel_cost import tensor_bytes
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.types import BYTES
 from amp_transpiler.lists import place_traits
 from amp_transpiler.passes.lowering.lowered import Lowered, used_tensors
-from amp_transpiler.passes.lowering.tensor_types import Type, inferred, types_in
+from amp_transpiler.passes.lowering.tensor_types import Type, inferred, types_in, unsized
 from amp_transpiler.passes.lowering.workspace import workspace
 
 _OWN_STATISTICS = {1: 3, 2: 4}  # BatchNormalization in training mode: output -> the input that it writes over
@@ -122,10 +121,7 @@ class _Planner:
         """Element type and shape; GraphError where the shape is not fixed."""
         found = self.types.get(name)
         if found is None or found[1] is None:
-            raise GraphError(
-                f"the shape of tensor '{name}' is not known before the run; give the shapes of all feeds, or leave out "
-                "operators whose results depend on data"
-            )
+            raise unsized(name, self.graph.node, self.types)
         return found[0], found[1]
 
     # -- what the optimiser does ---------------------------------------------------------------------

@@ -15,10 +15,10 @@ from amp_transpiler.lists import NEWEST_OPSET, TARGET_OPSET, place_kinds, place_
 from amp_transpiler.passes.canonicalize.control_flow import FEED_SHAPES, ExpandControlFlow
 from amp_transpiler.passes.canonicalize.inlining import InlineFunctions
 from amp_transpiler.passes.canonicalize.opset import can_convert, convert_opset
+from amp_transpiler.passes.canonicalize.standard_form import DecomposeForRuntime
 from amp_transpiler.passes.lowering.arithmetic import Arithmetic, kernels_of
 from amp_transpiler.passes.lowering.computed_sizes import decided_error, with_computed_sizes
 from amp_transpiler.passes.lowering.emission import emit
-from amp_transpiler.passes.lowering.feed_shapes import checked_fetches, checked_shapes
 from amp_transpiler.passes.lowering.fitting import fitted
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.place import Place, arithmetic_of, check_place
@@ -26,11 +26,12 @@ from amp_transpiler.passes.lowering.wanted import Cores, Wanted
 from amp_transpiler.passes.lowering.wide_products import widened
 from amp_transpiler.passes.numerics.mixed_norms import MixedNorms
 from amp_transpiler.passes.pipeline import Context, Pass, Pipeline, Property, Value, apply_to_copy, option
+from amp_transpiler.passes.view.feed_shapes import checked_fetches, checked_shapes
 
 #: What the model has to give, by default updates and outputs.
-WANTED: Value[Wanted] = Value("wanted")
+WANTED: Value[Wanted] = Value("wanted", Wanted)
 #: The model that a place runs.
-LOWERED: Value[Lowered] = Value("lowered")
+LOWERED: Value[Lowered] = Value("lowered", Lowered)
 #: How far above what there can be the numbers for sizes that data decide begin: where some of them are written in
 #: other operators than others, because they lie on both sides of a limit, the next ones may not.
 _ABOVE = (1.0, 1.3, 1.7, 2.2)
@@ -123,7 +124,7 @@ class Emit(Pass):
 def lowering(place: str) -> Pipeline:
     """The passes that make the model that ``place`` runs."""
     opset, expanded = RuntimeOpset(place), ExpandControlFlow(bodies=True)
-    return Pipeline((InlineFunctions(), opset, expanded, MixedNorms(place), Emit(place)))
+    return Pipeline((InlineFunctions(), DecomposeForRuntime(), opset, expanded, MixedNorms(place), Emit(place)))
 
 
 def lower(

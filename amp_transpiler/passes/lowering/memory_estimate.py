@@ -16,13 +16,13 @@ from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.lists import place_traits
 from amp_transpiler.option_checks import whole
 from amp_transpiler.passes.lowering.arena import resident
-from amp_transpiler.passes.lowering.feed_shapes import checked_fetches, given_shapes
 from amp_transpiler.passes.lowering.in_place import inputs_within, refusals
 from amp_transpiler.passes.lowering.liveness import Buffer, Liveness, plan
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.passes.lowering.own_rows import fullest, own_updates
 from amp_transpiler.passes.lowering.place import CPUPlace, Place, arithmetic_of, check_place, cores_of
+from amp_transpiler.passes.view.feed_shapes import checked_fetches, given_shapes
 from amp_transpiler.passes.view.training_step import TrainingStep, training_step
 
 _MIB = 2**20

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import onnx
 
+from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.control import nested_graphs
 from amp_transpiler.ir.emitter import Value
 from amp_transpiler.ir.infer import type_proto
+from amp_transpiler.ir.proto_residue import DEFAULT_DOMAINS
 from amp_transpiler.ir.types import NAMES
 from amp_transpiler.passes.lowering.lowered import Lowered
 
@@ -40,6 +42,29 @@ def inferred(lowered: Lowered) -> onnx.GraphProto:
         if value.name in made and value.shape is not None and value.dtype:
             light.graph.value_info.add(name=value.name).type.CopyFrom(type_proto(value.dtype, value.shape))
     return onnx.shape_inference.infer_shapes(light).graph
+
+
+def unsized(name: str, nodes: Iterable[onnx.NodeProto], types: Mapping[str, Type]) -> GraphError:
+    """The error for a tensor whose shape is not known: it names the first node on the way whose result has none."""
+    makers = {made: node for node in nodes for made in node.output if made}
+    at, maker, seen = name, makers.get(name), set[str]()
+    while maker is not None and at not in seen:
+        seen.add(at)
+        before = next((n for n in maker.input if n in makers and types.get(n, ("", None))[1] is None), None)
+        if before is None:
+            break
+        at, maker = before, makers[before]
+    what = f"the shape of tensor '{name}' is not known before the run"
+    if maker is None:
+        return GraphError(f"{what}; give the shapes of all feeds")
+    full_type = f"{maker.domain}::{maker.op_type}" if maker.domain not in DEFAULT_DOMAINS else maker.op_type
+    made_by = f"{full_type} '{maker.name or at}'" + (f", which makes '{at}'," if at != name else "")
+    if full_type != maker.op_type:
+        return GraphError(f"{what}: {made_by} has no shape rule here; declare '{at}' in the model's value_info")
+    return GraphError(
+        f"{what}: the sizes of what {made_by} makes hang on data or feeds; give the shapes of all feeds, or leave out "
+        "operators whose results depend on data"
+    )
 
 
 def foreign_types(graph: onnx.GraphProto, values: Iterable[Value]) -> Iterator[onnx.ValueInfoProto]:

@@ -18,7 +18,7 @@ from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.control import every_node
 from amp_transpiler.ir.infer import type_proto
 from amp_transpiler.ir.opdef import flops_of
-from amp_transpiler.ir.types import HALF, ONNX_TYPES
+from amp_transpiler.ir.types import FLOATS, HALF, ONNX_TYPES
 from amp_transpiler.passes.lowering.kernels import Types, kernels_of
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.tensor_types import inferred, types_within
@@ -50,7 +50,7 @@ def _changed(lowered: Lowered, graph: onnx.GraphProto, types: Types) -> bool:
     except GraphError:  # of sizes that are not known
         return False
     products = [kernel for kernel in kernels if kernel.flops]
-    wide = [kernel for kernel in products if kernel.dtype not in HALF]
+    wide = [kernel for kernel in products if kernel.dtype in FLOATS - HALF]
     convolved = sum(k.flops * k.times for k in products if k.type in _CONVOLUTIONS and k.dtype in HALF)
     alone = all(lowered.model.graph.node[kernel.node].op_type == kernel.type in _PRODUCTS for kernel in wide)
     done = bool(wide) and alone and convolved >= _LEAST_SHARE * sum(kernel.flops for kernel in wide)

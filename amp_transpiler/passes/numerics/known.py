@@ -22,6 +22,7 @@ from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.integer_valued import keep_integer_valued
 from amp_transpiler.passes.numerics.overflow_rules import apply_overflow_rules
 from amp_transpiler.passes.numerics.places import keep_places
+from amp_transpiler.passes.numerics.poles import keep_from_poles
 from amp_transpiler.passes.numerics.quantised import keep_fake_quantised, keep_quantised
 from amp_transpiler.passes.numerics.ranges import Ranges
 from amp_transpiler.passes.numerics.rounding_loss import check_constants
@@ -39,6 +40,7 @@ def known_constraints(
     constraints, flow = Constraints(), Flow(program)
     progress("constants")
     check_constants(program, dtype, constraints, flow, ranges.extremes)
+    keep_from_poles(flow, dtype, constraints)
     progress("integers and ranges")
     keep_integer_valued(program, constraints)
     keep_places(flow, constraints)

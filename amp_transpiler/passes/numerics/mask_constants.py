@@ -1,4 +1,4 @@
-"""Mask constants that training in 16 bit can add to scores.
+"""Constants that only mask are brought into the format, where 16 bit stores them.
 
 Exporters mask with the lowest number of fp32, -3.4e38. In 16 bit that is minus infinity, and a row in which every
 place is masked then makes NaN out of a softmax, which loss scaling answers by skipping every step.
@@ -6,14 +6,18 @@ place is masked then makes NaN out of a softmax, which loss scaling answers by s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.types import LIMITS
+from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.masks import Masks
 from amp_transpiler.passes.pipeline import Context, Pass, Property, option
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.flow import Flow
+from amp_transpiler.passes.view.typing import Slots
 
 
 def saturate_masks(program: Graph, dtype: str) -> bool:
@@ -29,6 +33,22 @@ def saturate_masks(program: Graph, dtype: str) -> bool:
     for variable in found:
         constants.saturate(variable, masks.share(variable, least=2))
     return bool(found)
+
+
+def saturate_stored(program: Graph, dtype: str, constraints: Constraints, decided: Mapping[Operator, Slots]) -> None:
+    """Let the constants of ``constraints.replaced`` take their numbers, in place, if their masks come into ``dtype``.
+
+    ``decided``: the element types that every operator reads and makes. What stays fp32 throughout keeps its numbers,
+    and is no longer noted.
+    """
+    stored = Masks(Flow(program), LIMITS[dtype].largest).stored(
+        lambda op: dtype in decided[op].outputs, lambda op, slot: decided[op].inputs[slot] == dtype
+    )
+    for variable, value in constraints.replaced.items():
+        if variable in stored:
+            constants.saturate(variable, value)
+    kept = {variable.name for variable in constraints.replaced.keys() - stored}
+    constraints.constants[:] = [n for n in constraints.constants if n.name not in kept or n.problem != "overflow"]
 
 
 @dataclass(frozen=True)

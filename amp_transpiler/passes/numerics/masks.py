@@ -2,7 +2,8 @@
 
 ``-3.4e38`` at a masked place means "never"; the smallest number of a format means the same there. That holds
 wherever the tensor can go, so it is decided by what reads it: data movement, additions to the logits and
-multiplications by zeros and ones, and at the end an operator in which the lowest numbers count for nothing.
+multiplications by zeros and ones, and at the end an operator in which the lowest numbers count for nothing. One that
+picks among elements, a maximum or TopK, gives a masked one where there is no other, and what reads that decides.
 
 What is added to a mask, scores or a second mask, shares the format's range with it: a sum beyond would be infinite, and
 a softmax over a row of nothing but minus infinity is NaN.
@@ -10,6 +11,7 @@ a softmax over a row of nothing but minus infinity is NaN.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -36,6 +38,10 @@ _SUMS = frozenset({"Add", "Sum", "Sub"})
 #: A mask times 0.001 still masks.
 _SCALES = (1e-3, 1.0)
 _COUNTED = INTEGERS | {"bool"}
+#: What is no less than any element.
+_TOPS = frozenset({"ReduceMax", "ReduceLogSumExp"})
+#: How far the maximum is followed back through operators that move it.
+_HOPS = 4
 #: A mask takes no less than this part of the range, a power of two: 16376 in float16 is far beyond any logit.
 SHARES = 4
 
@@ -120,6 +126,29 @@ class Masks:
         parts = min(1 << (summands - 1).bit_length(), SHARES)
         return (-self.limit if self.found[variable] == LOW else self.limit) / parts
 
+    def stored(self, writes: Callable[[Operator], bool], reads: Callable[[Operator, int], bool]) -> set[Variable]:
+        """The tensors whose masked places come into 16 bit: by operators that write it, or read it in a slot."""
+        found: set[Variable] = set()
+
+        def settle(variable: Variable) -> None:
+            if any(v in found for v in self._further(variable)):
+                found.add(variable)
+
+        sweeps = 2 if self.flow.results else 1  # an If may come before what is in its branches
+        for op, _, read in self.flow.steps[::-1] * sweeps if self.summands else ():
+            made = [v for v in op.outputs if v is not None and v in self.summands]
+            for each in made:
+                settle(each)
+            if made and writes(op):
+                found.update(made)
+            ahead = any(v in found for v in made)
+            for slot, variable in enumerate(read):
+                if variable is not None and variable in self.summands:
+                    settle(variable)
+                    if reads(op, slot) or (ahead and self._passes(op, slot)):
+                        found.add(variable)
+        return found
+
     def crowded(self, op: Operator, name: str) -> bool:
         """Whether the operator adds up more than share the range."""
         made = op.output(0)
@@ -155,8 +184,10 @@ def through(op: Operator, slot: int, flow: Flow, binary: frozenset[Variable]) ->
         return 1
     name = operator_name(op)
     if name not in _PASSES:
-        return None
-    if name == "Neg" or (name == "Sub" and slot == 1):
+        return 1 if slot == 0 and _picks(op, name) else None
+    if name == "Sub" and slot == 1:
+        return None if less_its_top(op, flow) else -1
+    if name == "Neg":
         return -1
     if name not in ("Mul", "Div"):
         return 1
@@ -200,10 +231,10 @@ def maskable(flow: Flow, binary: frozenset[Variable]) -> dict[Variable, int]:
             bits = _ends(op, name, slot, flow)
             if bits is None:
                 sign = through(op, slot, flow, binary)
-                bits = LOW | HIGH if sign is not None else 0
+                bits = (_ignored(op, name) or LOW | HIGH) if sign is not None else 0
                 for made in op.outputs if sign is not None else ():
-                    if made is not None:
-                        bits &= flipped(settled(made), sign or 1) if is_float(made) else 0
+                    if made is not None and is_float(made):
+                        bits &= flipped(settled(made), sign or 1)
             found[variable] = found.get(variable, LOW | HIGH) & bits
     return {variable: settled(variable) for variable in found}
 
@@ -217,25 +248,70 @@ def _is_last(variable: Variable, flow: Flow) -> bool:
 
 
 def _ends(op: Operator, name: str, slot: int, flow: Flow) -> int | None:
-    """The masks that end in this operand without a trace; None where the output has to be looked at."""
+    """The masks that end in this operand without a trace; None where the outputs have to be looked at."""
     if name in _PASSES:
-        return None
+        return LOW | HIGH if name == "Sub" and slot == 1 and less_its_top(op, flow) else None
     traits = traits_of(op)
     if traits.shape_only or (traits.compares and len(op.inputs) == 1):
         return LOW | HIGH
     if traits.compares:
         number = flow.number(flow.inputs[op][1 - slot])
         return LOW | HIGH if number is not None and abs(number) <= _FAR else 0
-    if name == "TopK":
-        return LOW if op.attrs.get("largest", 1) else HIGH
     if name == "Attention":
         return LOW if slot == 3 else 0
-    if name == "Cast":
+    if name in ("Cast", "CastLike"):
         made = op.outputs[0]
-        return LOW | HIGH if made is not None and made.dtype == "bool" else None
-    if traits.ignores:
-        return _IGNORES[traits.ignores] if slot == 0 else 0
-    return None
+        return None if made is None or is_float(made) else LOW | HIGH if made.dtype == "bool" else 0
+    if name == "Pad" and slot == 2:
+        return LOW if _is_border(op, flow) else None
+    ignored = _ignored(op, name)
+    return None if not ignored or (slot == 0 and _picks(op, name)) else ignored if slot == 0 else 0
+
+
+def _ignored(op: Operator, name: str) -> int:
+    """The masks that count for nothing in its first operand, beside ordinary numbers."""
+    if name == "TopK":
+        return LOW if op.attrs.get("largest", 1) else HIGH
+    return _IGNORES.get(traits_of(op).ignores, 0)
+
+
+def _picks(op: Operator, name: str) -> bool:
+    """Whether it makes a number of each row of its first operand, or some: a masked one where the whole row is."""
+    return name == "TopK" or (traits_of(op).reduces != "" and _ignored(op, name) != 0)
+
+
+def _is_border(op: Operator, flow: Flow) -> bool:
+    """Whether what a Pad puts around its data is narrower than the windows of the maxima that alone read it."""
+    made, pads = op.output(0), flow.integers(op.input(1))
+    readers = flow.uses.get(made, ()) if made is not None else ()
+    if not readers or not pads or op.input(3) is not None or made in flow.fetched or made in flow.results:
+        return False
+    for pool, _ in readers:
+        window, attrs = pool.attrs.get("kernel_shape", ()), pool.attrs
+        further = attrs.get("pads", [0] * 2 * len(window))
+        least = [0, 0, *(size - 1 for size in window)] * 2
+        whole = [0, 0, *further[: len(window)], 0, 0, *further[len(window) :]]
+        plain = attrs.get("auto_pad", "NOTSET") in ("NOTSET", "VALID") and not attrs.get("ceil_mode", 0)
+        if operator_name(pool) != "MaxPool" or not plain or set(attrs.get("dilations", ())) - {1}:
+            return False
+        if len(pads) != len(least) or any(p < 0 or p + q > r for p, q, r in zip(pads, whole, least, strict=True)):
+            return False
+    return True
+
+
+def less_its_top(op: Operator, flow: Flow) -> bool:
+    """Whether it subtracts from a tensor its largest along axes, as a softmax does: what it makes is 0 at most."""
+    if operator_name(op) != "Sub":
+        return False
+    data, top = flow.inputs[op]
+    for _ in range(_HOPS):
+        maker = top.producer if top is not None else None
+        if maker is None or not (moves(maker, 0) or operator_name(maker) == "Max"):
+            break
+        operands = [v for v in flow.inputs[maker] if v is not None and flow.number(v) is None]
+        top = operands[0] if len(operands) == 1 else None  # a maximum with a constant is no less
+    reduce = top.producer if top is not None else None
+    return reduce is not None and operator_name(reduce) in _TOPS and flow.inputs[reduce][0] is data
 
 
 def binary_tensors(flow: Flow) -> frozenset[Variable]:

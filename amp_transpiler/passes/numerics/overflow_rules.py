@@ -5,8 +5,9 @@ They look for the operators that make such numbers; :mod:`.overflow_propagation`
 - Squares on the way to a sum (variance, RMS norm, L2 norm, distance, magnitude): a square leaves float16 beyond
   255, and below 0.008 it loses digits. From the square to the root, and to the division by it.
 - Sums over more than :data:`FEW` elements, unless proved to fit. A mean fits, for its operator sums in fp32.
+- Sums that a loop carries from round to round (:mod:`.carried_sums`).
 - What combines the elements that come to one place, as a scatter that adds.
-- One over what a constant just above zero is the least of: it is there for where the other operand is zero.
+- Quotients of a bounded number by what is bounded just above zero: the bound is there for where the quotient is large.
 - Powers beyond the square, negative ones and those whose exponent is not constant; cubes written as products, but for
   those on the way to a tanh (:mod:`.saturation`); products over elements; matrix products with weights beyond any
   trained network's; Exp of what is not proved to be small; Cosh and Sinh; determinants.
@@ -17,6 +18,7 @@ bfloat16 has the range of float32, so that only the squares remain there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -26,8 +28,9 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import LIMITS, SHORT
+from amp_transpiler.passes.numerics.carried_sums import carried_sums
 from amp_transpiler.passes.numerics.constraints import Constraints
-from amp_transpiler.passes.numerics.masks import HIGH, LOW, Masks
+from amp_transpiler.passes.numerics.masks import HIGH, LOW, Masks, less_its_top
 from amp_transpiler.passes.numerics.overflow_propagation import (
     INVERSE,
     MAY_OVERFLOW,
@@ -45,10 +48,8 @@ from amp_transpiler.passes.view.typing import operator_name
 
 #: A sum of so many terms is no more than as many Adds, which nobody keeps fp32.
 FEW = 4
-#: How far the maximum is followed back through operators that move it.
-_HOPS = 4
-#: What is no less than any element.
-_TOPS = frozenset({"ReduceMax", "ReduceLogSumExp"})
+#: How many tensors before a divisor are asked whether it is the norm of what is divided.
+_NEAR = 16
 #: What may lie between a sum and the square of the mean, beside sums, means and what moves elements.
 _MEANS = frozenset({"Sqrt", "Mul", "Div", "Pow"})
 #: What may lie between a signal and its spectrum, beside products and what moves elements.
@@ -89,6 +90,12 @@ def apply_overflow_rules(
         why = rules.beyond(variable)
         if why:
             propagation.mark(variable, MAY_OVERFLOW, (None, Reason(Kind.INPUT, variable.name, cause=why)))
+    for each in carried_sums(flow):
+        why = Reason(Kind.CARRIED, written_name(each.state))
+        for op in each.operators:
+            constraints.keep(op, why)
+        if each.grows and rules.float16:
+            propagation.mark(each.next, MAY_OVERFLOW, (each.next.producer, why))
     propagation.sweep(rules.seed)
     rules.keep_subtracted_squares(constraints)
     rules.keep_spectra(constraints)
@@ -312,18 +319,31 @@ class _OverflowRules:
         return Reason(Kind.GAIN, detail=(f"{norm:.3g}", f"{self.limit / norm:.2g}"))
 
     def _over_a_floor(self, op: Operator, name: str) -> Reason | None:
-        """Whether it divides a number by what is no less than a constant that is too small for that."""
+        """Whether it divides what may be as large by what may be as small that the quotient leaves the format."""
         numerator, divisor = (None, *self.flow.inputs[op]) if name == "Reciprocal" else self.flow.inputs[op]
-        number = 1.0 if numerator is None else self.flow.number(numerator)
-        maker = None if divisor is None else divisor.producer
-        if divisor is None or maker is None or number is None or self.propagation.state.get(divisor, 0):
+        if divisor is None or constants.is_constant(divisor) or self.propagation.state.get(divisor, 0):
             return None
-        read = self.flow.inputs[maker]
-        bounds = {"Max": read, "Clip": read[1:2]}.get(operator_name(maker), [])
-        floor = max((least for v in bounds if (least := self.flow.number(v)) is not None), default=0.0)
-        if floor <= 0 or abs(number) <= floor * self.limit:
+        above = (1.0, 1.0) if numerator is None else self.ranges.bound(numerator)
+        below = self.ranges.bound(divisor)
+        if above is None or below is None:
+            return None
+        largest, floor = max(map(abs, above)), max(below[0], -below[1])
+        if floor <= 0 or math.isinf(largest) or largest <= floor * self.limit or self._shares(numerator, divisor):
             return None
         return Reason(Kind.OVER_A_FLOOR, written_name(divisor), (f"{floor:.3g}",))
+
+    def _shares(self, part: Variable | None, whole: Variable) -> bool:
+        """Whether a tensor is divided by its own sum or norm, a few operators on: it is no larger."""
+        pending, seen = [(whole, False)], 0
+        while pending and part is not None and seen < _NEAR:
+            variable, reduced = pending.pop(0)
+            seen += 1
+            if reduced and variable is part:
+                return True
+            if (maker := variable.producer) is not None:
+                reduced |= traits_of(maker).reduces != ""
+                pending += [(v, reduced) for v in self.flow.inputs[maker] if v is not None and v.data is None]
+        return False
 
     def _exponent(self, op: Operator) -> float | None:
         return self.flow.number(op.input(1))
@@ -344,17 +364,7 @@ class _OverflowRules:
         if op is None or operator_name(op) != "Exp":
             return False
         sub = self._maker(op)
-        if sub is None or operator_name(sub) != "Sub":
-            return False
-        data, top = self.flow.inputs[sub]
-        for _ in range(_HOPS):
-            maker = top.producer if top is not None else None
-            if maker is None or not (moves(maker, 0) or operator_name(maker) == "Max"):
-                break
-            operands = [v for v in self.flow.inputs[maker] if v is not None and self.flow.number(v) is None]
-            top = operands[0] if len(operands) == 1 else None  # a maximum with a constant is no less
-        reduce = top.producer if top is not None else None
-        return reduce is not None and operator_name(reduce) in _TOPS and self.flow.inputs[reduce][0] is data
+        return sub is not None and less_its_top(sub, self.flow)
 
 
 def _reaches(variable: Variable, limit: float, magnitudes: Mapping[Variable, float]) -> bool:

@@ -19,6 +19,7 @@ from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import SHORT
 from amp_transpiler.lists import AutoMixedPrecisionLists, faults
 from amp_transpiler.passes.numerics.constraints import Constraints
+from amp_transpiler.passes.numerics.mask_constants import saturate_stored
 from amp_transpiler.passes.partition.boundaries import Boundary, boundaries
 from amp_transpiler.passes.partition.cut import FULL, HALF, Cut, solve, traffic_of
 from amp_transpiler.passes.partition.problem import Free, Problem
@@ -38,12 +39,17 @@ _SOURCES = _NARROW | {"int32", "uint32", "int64", "uint64"}
 
 @dataclass(frozen=True)
 class Assignment:
-    """What the cut decided: ``free`` operators, the least traffic in bytes, and that of the two plain choices."""
+    """What the cut decided: ``free`` operators, the least traffic in bytes, and that of the two plain choices.
+
+    ``saved``: in mode "mixed" the bytes that fp32 throughout, bound operators and all, would move more; negative where
+    it moves fewer.
+    """
 
     free: int
     cut: Cut
     all_half: int
     all_full: int
+    saved: int
 
 
 def assign(
@@ -69,8 +75,6 @@ def assign(
     Raises: what :func:`.rewrite.rewrite_program` raises.
     """
     check_program(program, lists, "convert", names_must_exist=False)
-    for variable, value in (constraints.replaced if constraints else {}).items():
-        constants.saturate(variable, value)
     choices = _Choices(program, lists, mode, constraints, outside)
     decisions = choices.collect()
     free: list[Operator | Boundary] = [op for op, choice in decisions.items() if isinstance(choice, Free)]
@@ -85,13 +89,16 @@ def assign(
         final[op] = choice
     for boundary in choices.boundaries:
         boundary.retype(final[boundary.op], lists.dtype if chosen[boundary] else "float32")
-    sides = [
+    all_half, all_full = (
         cut.value if all(chosen is side for chosen in cut.half) else traffic_of(problem.costs, problem.tensors, side)
         for side in (HALF, FULL)
-    ]
+    )
+    if constraints is not None and constraints.replaced:
+        saturate_stored(program, lists.dtype, constraints, {op: choice.slots for op, choice in final.items()})
+    saved = problem.saved(cut.value) if mode == "mixed" else 0
     magnitudes = constraints.magnitudes if constraints else {}
     apply(program, final, lists, narrow_parameters=False, fetchable=False, magnitudes=magnitudes)
-    return Assignment(len(free), cut, *sides)
+    return Assignment(len(free), cut, all_half, all_full, saved)
 
 
 class _Choices(Rules):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from amp_transpiler.ir.graph import Graph
@@ -14,7 +14,7 @@ from amp_transpiler.passes.partition.cut import Tensor
 from amp_transpiler.passes.precision.rules import Decision
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.names import source
-from amp_transpiler.passes.view.typing import programs
+from amp_transpiler.passes.view.typing import Slots, programs
 
 #: Size that an unknown dimension counts as in the traffic.
 NOMINAL = 64
@@ -64,6 +64,7 @@ class Problem:
         self._reads(ways)
         moved = _Moved()
         self.costs = [moved(op, half, full) for op, half, full in ways if op in self.number]
+        self.ways = ways
         for boundary in crossing:
             for variable in boundary.inner() if boundary.made else (boundary.outer(),):
                 ends = self._ends(source(variable))
@@ -76,6 +77,12 @@ class Problem:
                 if ends is not None and variable not in inner:
                     _read(ends, self._io_type(variable), dtype)
         self.tensors = list(self.ends.values())
+
+    def saved(self, traffic: int) -> int:
+        """Bytes that fp32 throughout would move beyond an assignment of this traffic; negative where it moves fewer."""
+        bound = [(op, half) for op, half, _ in self.ways if op not in self.number and half.precision == self.dtype]
+        more = sum(_moved(op, _widened(half)) - _moved(op, half) for op, half in bound)
+        return sum(full for _, full in self.costs) + more - traffic
 
     def _writes(self, ways: list[_Way]) -> None:
         """Note who makes each tensor."""
@@ -167,6 +174,16 @@ def _moved(op: Operator, decision: Decision) -> int:
     reads = [_bytes(v, dtype) for v, dtype in zip(op.inputs, decision.slots.inputs, strict=True)]
     writes = [_bytes(v, dtype) for v, dtype in zip(op.outputs, decision.slots.outputs, strict=True)]
     return moved_bytes(op.type, op.domain, reads, writes)
+
+
+def _widened(decision: Decision) -> Decision:
+    """The decision with fp32 in the place of 16 bit."""
+    slots = decision.slots
+    inputs, outputs = (
+        ["float32" if dtype == decision.precision else dtype for dtype in each]
+        for each in (slots.inputs, slots.outputs)
+    )
+    return replace(decision, slots=Slots(inputs, outputs))
 
 
 def _bytes(variable: Variable | None, dtype: str | None) -> int:

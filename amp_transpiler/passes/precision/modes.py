@@ -13,9 +13,9 @@ from amp_transpiler.passes.precision.rewrite import rewrite_program
 from amp_transpiler.passes.view.given import LISTS
 
 #: A training program that has its precision already: what both have runs alike, and names may be missing.
-LIKE: Value[Graph] = Value("like")
+LIKE: Value[Graph] = Value("like", Graph)
 #: Names of the variables that enter the 16-bit part of a pure program.
-NARROWED: Value[set[str]] = Value("narrowed")
+NARROWED: Value[set[str]] = Value("narrowed", set)
 
 
 @dataclass(frozen=True)

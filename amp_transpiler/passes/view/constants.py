@@ -12,7 +12,7 @@ import onnx
 
 from amp_transpiler.errors import PrecisionError
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.tensors import CastTensor, as_array, chunks, held, tensor_type
+from amp_transpiler.ir.tensors import CastTensor, as_array, byte_size, chunks, held, tensor_type
 from amp_transpiler.ir.types import FLOATS, LIMITS, ONNX_TYPES, numpy_dtype
 
 #: Elements from which on a converted constant is not kept.
@@ -22,6 +22,8 @@ _TINY, _BATCH = 1 << 12, 256
 #: Operators that hold what they make.
 _HOLDERS = frozenset({"Constant", "ConstantOfShape"})
 _ATTRIBUTES = ("value", "value_float", "value_floats")
+#: Attributes of Constant that hold no tensor, and what they are.
+_NUMBERS = {"value_float": "float32", "value_floats": "float32", "value_int": "int64", "value_ints": "int64"}
 
 
 def content(variable: Variable) -> Any:
@@ -50,6 +52,23 @@ def _batched(variables: Iterable[Variable], size: int) -> Iterator[list[Variable
     rest = iter(variables)
     while group := list(islice(rest, size)):
         yield group
+
+
+def stored_bytes(variable: Variable) -> dict[str, int]:
+    """Bytes of what a weight or a constant holds, as its file has them, by element type; empty for other variables.
+
+    Constant operators count as initializers do, and of a sparse tensor its numbers and their places.
+    """
+    data, producer = variable.data, variable.producer
+    if data is None and producer is not None and producer.full_type == "Constant":
+        name = next(iter(producer.attrs), "")
+        data = producer.attrs.get(name)
+        if name and name not in ("value", "sparse_value"):
+            count = len(data) if isinstance(data, list | tuple) else 1
+            dtype = _NUMBERS.get(name, "string")
+            return {dtype: byte_size(dtype, (count,))}
+    parts = (data.values, data.indices) if isinstance(data, onnx.SparseTensorProto) else (data,)
+    return {} if data is None else {dtype: byte_size(dtype, shape) for dtype, shape in map(tensor_type, parts)}
 
 
 def is_constant(variable: Variable) -> bool:
@@ -137,8 +156,9 @@ def _check_range(variable: Variable, array: np.ndarray, result: np.ndarray, dtyp
         worst, kind = float(np.abs(array[lost]).max()), "parameter" if variable.persistable else "constant"
         raise PrecisionError(
             f"{kind} '{variable.name}' of program '{variable.program.name}' holds {worst:g}, beyond the range of "
-            f"{dtype} (±{LIMITS[dtype].largest:.5g}), and '{reader}' reads it in {dtype}. Put '{variable.name}' on "
-            "custom_black_varnames to keep its readers fp32, or change its value"
+            f"{dtype} (±{LIMITS[dtype].largest:.5g}), and '{reader}' reads it in {dtype}. Keep its "
+            f"readers fp32: put '{variable.name}' on custom_black_varnames (black_varnames of amp.convert, "
+            "--black-varnames), or change its value"
         )
 
 

@@ -1,0 +1,76 @@
+"""Resize by scales whose products with sizes round: float32 in onnxruntime, float64 in ONNX's type inference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.nn import functional as F
+from tests.helpers.sessions import session
+
+#: 24 to 10 is one that ONNX's inference takes for 9.
+SIZE, RESIZED = 24, 10
+SCALE = float(np.float32(RESIZED / SIZE))
+
+
+def model(tail: str, size: int | str = SIZE, opset: int = 15, axes: str = "") -> onnx.ModelProto:
+    scales = f"{SCALE!r}, {SCALE!r}" if axes else f"1.0, 1.0, {SCALE!r}, {SCALE!r}"
+    count = 2 if axes else 4
+    return onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : {opset}]>
+        net (float["B", 2, {size}, {size}] x) => (float["B", "C"] y)
+            <float[3, 2, 1, 1] w = {{0.5, -1.0, 0.25, 2.0, 1.0, -0.5}}, float[{count}] s = {{{scales}}}> {{
+            c = Conv(x, w)
+            r = Resize<mode = "linear"{axes}>(c, , s)
+            {tail} }}""")
+
+
+MEAN = "y = ReduceMean<axes = [2, 3], keepdims = 0>(r)"
+POOL = 'g = AveragePool<kernel_shape = [3, 3], strides = [2, 2], auto_pad = "SAME_UPPER">(r)  y = Flatten(g)'
+
+
+@pytest.mark.parametrize("size", [SIZE, '"S"'])
+@pytest.mark.parametrize("tail", [MEAN, POOL])
+def test_gradients_are_those_of_the_sizes_that_are_computed(tail: str, size: Any) -> None:
+    net = model(tail, size)
+    x = np.random.default_rng(0).normal(size=(2, 2, SIZE, SIZE)).astype(np.float32)
+
+    def loss(weights: np.ndarray) -> float:
+        copy = model(tail, size)
+        copy.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(weights, "w"))
+        return float(np.square(session(copy).run(None, {"x": x})[0].astype(np.float64)).sum())
+
+    main = amp.Program.from_onnx(net)
+    amp.prepare_training(main)
+    assert [v.shape[2:] for op in main.operators if op.type == "Resize" for v in op.outputs if v and v.shape][:1] == [
+        (RESIZED, RESIZED) if size == SIZE else (None, None)
+    ]
+    with amp.program_guard(main, main.startup):
+        value = F.sum(F.square(main.outputs[0]))
+        amp.optimizer.SGD(1.0).minimize(value)
+    executor, scope = amp.Executor(amp.CPUPlace()), amp.Scope()
+    executor.run(main.startup, scope=scope)
+    before = scope.find_var("w").copy()
+    executor.run(main, feed={"x": x}, fetch_list=[value], scope=scope)
+    found = before - scope.find_var("w")
+    for at in ((0, 1, 0, 0), (2, 0, 0, 0)):
+        step = np.zeros_like(before)
+        step[at] = 0.25  # the loss is a square of what is linear in the weights
+        assert found[at] == pytest.approx((loss(before + step) - loss(before - step)) / 0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("opset", "axes"), [(15, ""), (18, ", axes = [2, 3]")])
+def test_what_reads_them_fits(dtype: str, opset: int, axes: str) -> None:
+    """onnxruntime refused lowered models: it infers as ONNX does where sizes are fixed."""
+    net = model("f = Flatten(r)  y = MatMul(f, v)", '"S"', opset, axes)
+    inner = np.random.default_rng(1).normal(size=(3 * RESIZED * RESIZED, 4)).astype(np.float32) / 10
+    net.graph.initializer.append(onnx.numpy_helper.from_array(inner, "v"))
+    x = np.random.default_rng(0).normal(size=(2, 2, SIZE, SIZE)).astype(np.float32)
+    (expected,) = session(net).run(None, {"x": x})
+    lowered = amp.convert(net, mode="pure", dtype=dtype).lower(amp.CPUPlace(), {"x": x.shape})
+    (found,) = session(lowered.model).run(None, {"x": x})
+    assert np.abs(found - expected).max() < (0.01 if dtype == "float16" else 0.08) * np.abs(expected).max()
