@@ -104,10 +104,12 @@ def prepare_training(
     A model in 16 bit becomes the fp32 one that it stands for (inputs and outputs keep their types): training decides
     precision anew, from fp32 weights. Weights become what they were before the export: those in Constant operators
     and nested graphs become parameters, but no masks, positions told by waves, tensors to write into; parameters
-    whose elements are all alike, which the exporter merged, are copied apart; what it repeated for each example of a
-    fixed batch is one parameter for all; a matrix and its (transposed) copy are tied again, but for layers of one kind,
-    which are equal until they are trained; anonymous parameters get the name of their module, and linear layers their
-    layout [out, in] (``restore``); layer norms that were written out (before opset 17), RMS norms, GELUs, SiLUs, hard
+    whose elements are all alike, which the exporter merged, are copied apart, but for calls of one layer; what it
+    repeated for each example of a fixed batch is one parameter for all; matrices and filters are tied to their copies
+    again (a matrix to a transposed one too), but for layers of one kind, which are equal until they are trained; the
+    zeros beside the one bias of Keras's recurrent layers stay; anonymous parameters get the name of their module, and
+    linear layers their layout [out, in] (``restore``);
+    layer norms that were written out (before opset 17), RMS norms, GELUs, SiLUs, hard
     swishes, softmaxes and rotary positions are one operator again, slices that make up a tensor one Split, and Splits
     of a tensor into the same pieces one. Weights that are standardised by a batch norm of their own statistics are so
     by a layer norm.
