@@ -25,7 +25,8 @@ Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
 def _rounds(op: Operator) -> bool:
     """Whether sizes may be rounded products of scales."""
-    scales = None if op.input(2) is None else constant_array(op.inputs[2])
+    given = op.input(2)
+    scales = None if given is None else constant_array(given)
     return scales is not None and bool((scales * 2.0**12 % 1 != 0).any())
 
 
@@ -45,7 +46,8 @@ def sized(
     if all(math.floor(shape[axis] * float(s)) == new for axis, s, new in zip(axes, known, computed, strict=True)):
         return None
     whole = dict(enumerate(shape)) | dict(zip(axes, computed, strict=True))
-    return [e.op("Resize", x, roi, None, e.ints(*computed), shape=tuple(whole.values()), **op.attrs)]
+    made: Value = e.op("Resize", x, roi, None, e.ints(*computed), outputs=None, shape=[*whole.values()], **op.attrs)
+    return [made]
 
 
 @gradient("Resize", reads="x1 x2 x3 dy0", inputs=[0], native=True)

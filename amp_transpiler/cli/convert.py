@@ -132,7 +132,7 @@ def _check_paths(arguments: argparse.Namespace, read: Sequence[Path], size: int)
         "--report": arguments.report,
         "--json": arguments.json,
     }
-    files = [path for path in read if not path.is_dir()]  # reading it says that a folder is no model
+    files = [path for path in read if not os.path.isdir(path)]  # reading it says that a folder is no model
     check_outputs(outputs, {"IN.onnx": files, "--calibration": arguments.calibration or []})
     if external and not isinstance(data, str):
         check_unnamed(output, beside)

@@ -34,7 +34,7 @@ def outputs_as_given(program: Program, batches: Sequence[Batch]) -> list[list[An
     session = _session(program) if _comparable(program) else None
     if session is None:
         return outputs_of(program, batches)
-    feeds, names = Feeds(program, program.outputs), [v.name for v in program.outputs]
+    feeds, names = Feeds(program, program.outputs), [*dict.fromkeys(v.name for v in program.outputs)]
     found = []
     for batch in batches:
         checked = feeds.check(batch)
