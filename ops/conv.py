@@ -166,6 +166,7 @@ def _axes_but(kept: int, rank: int) -> tuple[int, ...]:
     return tuple(axis for axis in range(rank) if axis != kept)
 
 
+traits("QLinearConv")
 traits("Conv", "ConvTranspose", product=True, weights=(1, 2), biases=(2,))
 traits("Conv", weight_axes=lambda op, rank: _axes_but(0, rank))
 traits("ConvTranspose", weight_axes=lambda op, rank: _axes_but(1, rank))

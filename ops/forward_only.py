@@ -37,7 +37,6 @@ traits(
 )
 # Quantised numbers and bit patterns.
 traits("BitCast", bits=True)
-traits("QLinearConv", "QLinearMatMul")
 traits("DynamicQuantizeLinear", settings=(0,), quantises=True)
 # Layers of state-space and linear-attention models.
 traits(

@@ -158,6 +158,7 @@ def _matmul_axes(op: Operator, rank: int) -> tuple[int, ...]:
     return (max(rank - 2, 0),)
 
 
+traits("QLinearMatMul")
 traits("Gemm", "MatMul", "Einsum", product=True)
 traits("Gemm", weights=(1, 2), biases=(2,), weight_axes=_gemm_axes)
 traits("MatMul", weights=(1,), weight_axes=_matmul_axes)

@@ -8,25 +8,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from amp_transpiler.finetune.layer_names import is_vector
 from amp_transpiler.ir.copies import unmoved
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.parameter_names import made_up
 from amp_transpiler.ir.tensors import tensor_type
 from amp_transpiler.ir.types import FLOATS
-from amp_transpiler.ir.weights import ONE_NUMBER, STATISTICS, not_a_weight
-from amp_transpiler.ops.fake_quantize import stored_quantised
+from amp_transpiler.ir.weights import STATISTICS, not_a_weight
 from amp_transpiler.passes.view.constants import content
 from amp_transpiler.program import Program
 
-#: Where a learned scale or temperature is read, or its logarithm.
-_SCALED = frozenset({("Div", 1), ("Exp", 0), ("Mul", 0), ("Mul", 1)})
-#: A name as models give them; of TensorFlow, not that of a number in its code (x, y, Const), or what was made of those.
-_OWN_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*|(?!ConstantFolding/)[\w./-]+/(?!Const)\w{2,}:\d+")
 _CHANNELS = 4  # of an image
 _SCALES = frozenset({"Add", "Sub", "Mul", "Div"})
 #: How scikit-learn's exporter, Keras's Normalization and others name what a scaler was fitted to.
@@ -123,35 +117,6 @@ def adopt_named(program: Program, names: Collection[str]) -> dict[str, Variable]
                 _keep(variable, data, trainable=True)
                 found[variable.name] = variable
     return found
-
-
-def named_numbers(program: Program) -> list[str]:
-    """The single numbers with names of the model's own that are constants: a learned scale is one of those."""
-    return [
-        v.name
-        for v in program.variables
-        if v.is_constant
-        and v.producer is None
-        and v.dtype in FLOATS
-        and _OWN_NAME.fullmatch(v.name)
-        and not made_up(v.name)
-        and any((op.full_type, slot) in _SCALED for op, slot in v.readers)
-        and not_a_weight(v) == ONE_NUMBER
-    ]
-
-
-def numbers_left(program: Program, gone: Sequence[str]) -> list[str]:
-    """Say which of them stay constants; ``gone``: those that changed nothing, being 1, and are no longer read."""
-    left = [*gone, *named_numbers(program)]
-    if not left:
-        return []
-    named = ", ".join(map(repr, left[:3])) + ", …" * (len(left) > 3)
-    return [f"{named}: single numbers, not trained; name in trainable what the model learns of them"]
-
-
-def integers_left(program: Program) -> list[str]:
-    """Say which weights are stored as integers, and so are not trained."""
-    return [said for said in [stored_quantised(program)] if said]
 
 
 def leave_input_scaling(program: Program) -> list[str]:

@@ -16,13 +16,17 @@ from amp_transpiler.conversion.fold_constants import fold_values
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
 from amp_transpiler.finetune.import_weights import (
     adopt_named,
-    integers_left,
     leave_input_scaling,
-    named_numbers,
-    numbers_left,
     weights_from_constants,
 )
 from amp_transpiler.finetune.layer_names import restore_names
+from amp_transpiler.finetune.left_out import (
+    counted_left,
+    drawn_by_runtime,
+    integers_left,
+    named_numbers,
+    numbers_left,
+)
 from amp_transpiler.finetune.recurrent_bias import one_bias
 from amp_transpiler.finetune.repeated import once_for_all
 from amp_transpiler.finetune.tied_weights import retie, shared_by_layers, untie
@@ -173,7 +177,7 @@ def prepare_training(
         named = adopt_named(program, listed)
         notes += [f"'{name}': trained, because named" for name in named]
         notes += once_for_all(program)
-        notes += retie(program)
+        notes += retie(program, _frozen(program, trainable, freeze))
         notes += untie(program, _matched(program, keep_tied, "keep_tied"), turns)
         notes += one_bias(program, listed)
         fold_values(program)
@@ -203,7 +207,9 @@ def prepare_training(
         notes += restore_names(program) if restore else []
         notes += shared_by_layers(program)
         notes += numbers_left(program, gone)
+        notes += counted_left(program)
         notes += integers_left(program)
+        notes += drawn_by_runtime(program)
         frozen = batch_norm == "frozen"
         notes += freeze_batch_norm(program) if frozen else train_batch_norm(program, batch_norm == "synchronized")
         notes += train_dropout(program)
@@ -296,12 +302,20 @@ def _input(program: Program, name: str, what: str) -> Variable:
     return found
 
 
-def _matched(program: Program, patterns: Sequence[str], what: str) -> Collection[Variable]:
+def _matched(program: Program, patterns: Sequence[str], what: str, *, required: bool = True) -> Collection[Variable]:
     """Persistable variables with content whose name, or a reader's name or scope, fits a pattern."""
     if not patterns:
         return ()
     candidates = [v for v in program.variables if v.persistable and v.data is not None]
-    return matching_names(candidates, patterns, what, names_of_parameter, f"parameter of program '{program.name}'")
+    kind = f"parameter of program '{program.name}'"
+    return matching_names(candidates, patterns, what, names_of_parameter, kind, required=required)
+
+
+def _frozen(program: Program, trainable: Sequence[str] | None, freeze: Sequence[str]) -> set[Variable]:
+    """The parameters that these patterns freeze, by the names that they have already."""
+    chosen = None if trainable is None else _matched(program, trainable, "trainable", required=False)
+    kept = set() if chosen is None else {v for v in program.parameters if v not in chosen}
+    return kept | {*_matched(program, freeze, "freeze", required=False)}
 
 
 def _select(

@@ -25,13 +25,14 @@ _FEW = 4
 _ELEMENTS = 64  # of a tensor: enough to tell most apart before they are compared
 
 
-def retie(program: Program) -> list[str]:
+def retie(program: Program, frozen: Collection[Variable] = ()) -> list[str]:
     """Let a parameter that is a copy of another, perhaps transposed, be that other one.
 
     A language model's output layer and its embedding, say, or the filters of a convolution that is called several
     times. Both have the same content, which no training leaves by chance; vectors may. Layers that were copied when
     the model was made, as PyTorch's transformers are, have it until they are trained: what belongs to modules whose
-    names differ in numbers alone stays apart.
+    names differ in numbers alone stays apart. So does what is ``frozen`` from what is trained in modules that are
+    copies of each other: the reference of a policy, which begins as it.
     """
     notes: list[str] = []
     kept: dict[bytes, list[Variable]] = {}
@@ -51,12 +52,30 @@ def retie(program: Program) -> list[str]:
                 continue
             if len(_siblings((_owner_of(variable), _owner_of(other)))) > 1:
                 continue
+            if (variable in frozen) != (other in frozen) and _copied(variable, other):
+                notes.append(f"'{variable.name}' is equal to '{other.name}', and stays apart: one of them is frozen")
+                continue
             _share(variable, other, transposed)
             notes.append(f"'{variable.name}' is '{other.name}'{' transposed' * transposed}: tied again")
             break
         else:
             kept.setdefault(_digest(array), []).append(variable)
     return notes
+
+
+def _copied(one: Variable, other: Variable) -> bool:
+    """Whether the outermost modules that tell two parameters apart have the same parameters, several, all equal."""
+    first, second = one.name.split("."), other.name.split(".")
+    while first and second and first[-1] == second[-1]:
+        del first[-1], second[-1]
+    if not first or not second:
+        return False
+    held = {v.name: v for v in one.program.parameters}
+    begins, instead = (f"{'.'.join(path)}." for path in (first, second))
+    pairs = [(v, held.get(instead + name.removeprefix(begins))) for name, v in held.items() if name.startswith(begins)]
+    return len(pairs) > 1 and all(
+        w is not None and np.array_equal(np.asarray(as_array(v.data)), np.asarray(as_array(w.data))) for v, w in pairs
+    )
 
 
 def _retie_vector(variable: Variable) -> list[str]:

@@ -19,6 +19,15 @@ def made_up(name: str) -> bool:
     return _MADE_UP.fullmatch(name) is not None
 
 
+#: What PyTorch's exporter calls tensors that the model's code makes, and the vectors of a spectral norm's iteration.
+_NOT_LEARNED = re.compile(r"lifted_tensor_\d+|(.*\.)?parametrizations\.\w+\.\d+\._[uv]")
+
+
+def not_learned(name: str) -> bool:
+    """Whether a name says that no training changes what has it."""
+    return _NOT_LEARNED.fullmatch(name) is not None
+
+
 def names_of_parameter(variable: Variable) -> list[str]:
     """What a parameter is found by: its name, and names and scopes of the forward operators that read it."""
     readers = _forward_readers(variable)

@@ -62,7 +62,13 @@ def _names(op: Operator) -> list[str]:
 
 
 def matching_names(
-    items: Iterable[Item], patterns: Sequence[str], what: str, names: Callable[[Item], list[str]], kind: str
+    items: Iterable[Item],
+    patterns: Sequence[str],
+    what: str,
+    names: Callable[[Item], list[str]],
+    kind: str,
+    *,
+    required: bool = True,
 ) -> dict[Item, str]:
     """The items with a name that fits a pattern, each with the first pattern that it fits; errors as above.
 
@@ -75,7 +81,7 @@ def matching_names(
         near = difflib.get_close_matches(pattern, known, 3, 0.3) or known[:3]
         return f"{kind}; there are, for example, {', '.join(map(repr, near))}" if near else f"{kind}; there is none"
 
-    return _fitting(called, patterns, what, nothing)
+    return _fitting(called, patterns, what, nothing if required else None)
 
 
 def _fitting(

@@ -20,7 +20,7 @@ from amp_transpiler.ir.counted import places
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
-from amp_transpiler.ir.parameter_names import made_up
+from amp_transpiler.ir.parameter_names import made_up, not_learned
 from amp_transpiler.ir.spectra import spectral
 from amp_transpiler.ir.tensors import LOOKED_THROUGH, as_array, tensor_type
 from amp_transpiler.ir.types import FLOATS
@@ -28,6 +28,7 @@ from amp_transpiler.ir.types import FLOATS
 #: What :func:`not_a_weight` says of a running mean or variance: no weight, but it changes in training.
 STATISTICS = "statistics"
 ONE_NUMBER = "one number"
+PLACES, FREQUENCIES = "places", "the frequencies of an angle"
 #: Where an attention mask meets the scores, perhaps combined with another before.
 _MASKED = frozenset({"Add", "Sub", "Where", "Min", "Max", "Mul", "Attention", "MultiHeadAttention"})
 #: A number that no trained weight has, and every mask has: what a masked score gets is at least this far below 0.
@@ -47,6 +48,8 @@ def not_a_weight(variable: Variable) -> str:
     dtype, shape = tensor_type(data)
     if dtype not in FLOATS:
         return f"of type {dtype}"
+    if not_learned(variable.name):
+        return "what the model's code makes"
     uses = _uses(variable, _HOPS)
     if math.prod(shape) <= 1 and not (uses and all(_is_layer(op, slot, len(shape)) for op, slot in uses)):
         return ONE_NUMBER
@@ -57,11 +60,11 @@ def not_a_weight(variable: Variable) -> str:
     if uses and all(traits_of(op).compares for op, _ in uses):
         return "only compared with"
     if _feeds_angles(uses):
-        return "the frequencies of an angle"
+        return FREQUENCIES
     if turns(variable):
         return "cosines and sines of angles"
     if not (_are_rates(uses) or any(_is_of_channels(op, slot) for op, slot in uses)) and places(variable):
-        return "places"
+        return PLACES
     if _is_canvas(variable, shape):
         return "what others are written into"
     if len(shape) > 1 and uses and all(traits_of(op).elementwise for op, _ in uses) and _is_choice(variable):

@@ -124,8 +124,8 @@ def test_frozen_parameters_stay(task: Path) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_layers_that_share_a_vector_may_go_on_sharing_it(tied: bool, tmp_path: Path) -> None:
     model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]>
-        net (float[N, 2] x) => (float[N, 2] y) <float[2, 2] w = {1, 0.5, -0.5, 1}, float[2] b = {0, 0}>
-        { p = MatMul(x, w)  q = Add(p, b)  r = Relu(q)  s = MatMul(r, w)  y = Add(s, b) }""")
+        net (float[N, 2] x) => (float[N, 2] y) <float[2, 2] w = {1, 0.5, -0.5, 1}, float[2, 2] v = {1, 0.5, 0.5, 1}, float[2] b = {0, 0}>
+        { p = MatMul(x, w)  q = Add(p, b)  r = Relu(q)  s = MatMul(r, v)  y = Add(s, b) }""")
     onnx.save(model, tmp_path / "model.onnx")
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "data.npz", x=rng.normal(size=(40, 2)).astype(np.float32), label=rng.integers(0, 2, 40))

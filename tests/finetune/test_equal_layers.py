@@ -99,3 +99,37 @@ def test_a_bias_that_an_exporter_computed_anew_is_tied_again() -> None:
         made.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
     report = amp.prepare_training(amp.Program.from_onnx(made))
     assert report.trainable == ("b",) and "'linear' is 'b': tied again" in report.notes
+
+
+def copies(shared: bool) -> onnx.ModelProto:
+    """A policy and its reference, two matrices each; or an encoder and a decoder of which the first one is one table."""
+    names = ("encoder", "decoder") if shared else ("policy", "ref")
+    made = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["" : 17]> net (float[2,3] x) => (float[2,3] y) {
+            a = MatMul (x, a1)  b = MatMul (a, a2)  c = MatMul (x, b1)  d = MatMul (c, b2)  y = Sub (b, d) }"""
+    )
+    for node, name in zip(
+        made.graph.node, [f"{one}.{two}.weight" for one in names for two in ("e", "h")], strict=False
+    ):
+        node.input[1] = name
+        content = MATRIX if name.endswith("e.weight") else MATRIX @ MATRIX
+        content = content + 1 if name == "encoder.h.weight" else content
+        made.graph.initializer.append(onnx.numpy_helper.from_array(content, name))
+    return made
+
+
+@pytest.mark.parametrize("chosen", [{"freeze": ["ref.*"]}, {"trainable": ["policy.*"]}])
+def test_a_frozen_copy_of_what_is_trained_stays_as_it_is(chosen: dict[str, list[str]]) -> None:
+    """The reference of a policy: tied again, it moved with the policy."""
+    report = amp.prepare_training(amp.Program.from_onnx(copies(shared=False)), **chosen)  # type: ignore[arg-type]
+    assert report.trainable == ("policy.e.weight", "policy.h.weight")
+    assert report.frozen == ("ref.e.weight", "ref.h.weight")
+    assert any(
+        note.startswith("'ref.e.weight' is equal to 'policy.e.weight', and stays apart") for note in report.notes
+    )
+
+
+def test_one_table_of_two_modules_is_frozen_with_either() -> None:
+    report = amp.prepare_training(amp.Program.from_onnx(copies(shared=True)), freeze=["encoder.*"])
+    assert "decoder.e.weight" not in report.trainable and "decoder.h.weight" in report.trainable
+    assert any("tied again" in note for note in report.notes)

@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from amp_transpiler import append_backward
 from amp_transpiler import optimizer as optim
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GradientError, GraphError
 from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.nn import data, fc
+from amp_transpiler.nn import functional as F
 from amp_transpiler.nn.parameters import create_parameter
 from amp_transpiler.program import Program, program_guard
 from tests.helpers.steps import feed
@@ -83,6 +86,16 @@ def test_a_program_is_minimised_once_and_needs_its_startup_program() -> None:
     main.startup = None
     with pytest.raises(ArgumentError, match="startup"):
         optim.SGD().minimize(loss)
+
+
+def test_a_loss_of_gradients_is_named() -> None:
+    main, startup = Program(), Program()
+    with program_guard(main, startup):
+        x = data("x", [2, 3])
+        score = F.sum(fc(x, 1))
+        ((_, gradient),) = append_backward(score, parameter_list=[x])
+        with pytest.raises(GradientError, match="is computed of the gradient 'x@GRAD', and there are no gradients of"):
+            optim.SGD().minimize(F.mean(F.square(gradient)) + score, startup)
 
 
 def test_pairs_are_checked() -> None:

@@ -24,7 +24,7 @@ from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.ops.fake_quantize import TYPE as FAKE_QUANTIZE
 from amp_transpiler.ops.fake_quantize import limits, quantizer, stored_quantised
 from amp_transpiler.ops.training.seeds import rng_state
-from amp_transpiler.passes.autodiff.dependents import check_reads, dependents, float_slots
+from amp_transpiler.passes.autodiff.dependents import check_no_gradient_behind, check_reads, dependents, float_slots
 from amp_transpiler.passes.autodiff.if_gradient import append_if_gradient, captured_floats
 from amp_transpiler.passes.autodiff.segments import recompute_activations
 from amp_transpiler.passes.autodiff.sparse_gradient import alike, append_rows, is_sparse_lookup
@@ -121,6 +121,7 @@ def append_gradients(loss: Variable, wanted: Wanted, parts: Sequence[Variable]) 
     needs = dependents(order, wanted.parameters, wanted.blocked)
     for part in parts:
         if part.key not in needs:
+            check_no_gradient_behind(part)
             names = ", ".join(v.name for v in wanted.parameters[:5]) or "none"
             raise GradientError(
                 f"loss '{part.name}' of program '{program.name}' does not depend on any parameter (parameters: "

@@ -30,6 +30,21 @@ def dependents(order: list[Operator], sources: Iterable[Variable], blocked: Coll
     return needs
 
 
+def check_no_gradient_behind(loss: Variable) -> None:
+    """GradientError where a loss is computed of a gradient, such as that of a gradient penalty."""
+    found, seen = [loss], {loss.key}
+    for variable in found:
+        if variable.grad_of is not None:
+            raise GradientError(
+                f"loss '{loss.name}' of program '{loss.program.name}' is computed of the gradient '{variable.name}', "
+                "and there are no gradients of gradients: write out what its penalty takes, or leave it out"
+            )
+        read = () if variable.producer is None else variable.producer.inputs
+        new = [v for v in read if v is not None and v.key not in seen]
+        seen.update(v.key for v in new)
+        found += new
+
+
 def float_slots(op: Operator, needs: set[int]) -> list[int]:
     """The float inputs among ``needs`` whose elements it reads."""
     return [slot for slot, v in _inputs(op, needs) if v.dtype in FLOATS]

@@ -1,0 +1,78 @@
+"""What stays as it is in a program that is trained, and what of a run is not repeated: in words, for its user."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from amp_transpiler.ir.opdef import traits_of
+from amp_transpiler.ir.parameter_names import made_up
+from amp_transpiler.ir.types import FLOATS
+from amp_transpiler.ir.weights import FREQUENCIES, ONE_NUMBER, PLACES, not_a_weight
+from amp_transpiler.ops.fake_quantize import stored_quantised
+from amp_transpiler.program import Program
+
+#: Where a learned scale or temperature is read, or its logarithm.
+_SCALED = frozenset({("Div", 1), ("Exp", 0), ("Mul", 0), ("Mul", 1)})
+#: A name as models give them; of TensorFlow, not that of a number in its code (x, y, Const), or what was made of those.
+_OWN_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*|(?!ConstantFolding/)[\w./-]+/(?!Const)\w{2,}:\d+")
+#: What PyTorch's exporter calls the result of an operator, here one that was computed in the export.
+_OF_AN_OPERATOR = re.compile(r"[a-z_]+_\d+")
+
+
+def named_numbers(program: Program) -> list[str]:
+    """The single numbers with names of the model's own that are constants: a learned scale is one of those."""
+    return [
+        v.name
+        for v in program.variables
+        if v.is_constant
+        and v.producer is None
+        and v.dtype in FLOATS
+        and _OWN_NAME.fullmatch(v.name)
+        and not made_up(v.name)
+        and any((op.full_type, slot) in _SCALED for op, slot in v.readers)
+        and not_a_weight(v) == ONE_NUMBER
+    ]
+
+
+def numbers_left(program: Program, gone: Sequence[str]) -> list[str]:
+    """Say which of them stay constants; ``gone``: those that changed nothing, being 1, and are no longer read."""
+    left = [*gone, *named_numbers(program)]
+    if not left:
+        return []
+    return [f"{_some(left)}: single numbers, not trained; name in trainable what the model learns of them"]
+
+
+def counted_left(program: Program) -> list[str]:
+    """Say which vectors with names of the model's own stay constants because they begin as numbers that are counted."""
+    left = [
+        v.name
+        for v in program.variables
+        if v.is_constant and v.producer is None and v.dtype in FLOATS and _OWN_NAME.fullmatch(v.name)
+        if v.readers
+        and not (made_up(v.name) or _OF_AN_OPERATOR.fullmatch(v.name))
+        and not_a_weight(v) in (PLACES, FREQUENCIES)
+    ]
+    if not left:
+        return []
+    said = "counted numbers, as places and frequencies are, not trained; name in trainable what is learned"
+    return [f"{_some(left)}: {said}"]
+
+
+def integers_left(program: Program) -> list[str]:
+    """Say which weights are stored as integers, and so are not trained."""
+    return [said for said in [stored_quantised(program)] if said]
+
+
+def drawn_by_runtime(program: Program) -> list[str]:
+    """Say what draws numbers from onnxruntime."""
+    drawn = [op for op in program.walk() if traits_of(op).random and op.type != "Dropout"]
+    return [
+        f"'{op.label}' ({op.type}) draws from onnxruntime, which begins anew in every process: runs do not repeat, nor "
+        "do resumed ones; feed the numbers where they are to"
+        for op in drawn[:1]
+    ]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + ", …" * (len(names) > 3)
