@@ -30,7 +30,7 @@ def once_for_all(program: Program) -> list[str]:
             _keep_one(variable)
             names.append(variable.name)
         if made_up(variable.name) and len(variable.shape or ()) > 1 and _per_place(variable):
-            variable.data = onnx.numpy_helper.from_array(as_array(variable.data)[..., :1, :], variable.name)
+            variable.data = onnx.numpy_helper.from_array(_of_one_place(variable), variable.name)
             variable.shape = tuple(variable.data.dims)
             places.append(variable.name)
     return [
@@ -47,6 +47,16 @@ def _per_place(variable: Variable) -> bool:
     added = bool(uses) and all(op.full_type == "Add" for op, _ in uses)
     meets = len(beside) == len(uses) and all(other and other[-2:] == shape[-2:] for other in beside)
     return added and meets and variable not in variable.program.outputs and _repeats(variable, len(shape) - 2)
+
+
+def _of_one_place(variable: Variable) -> np.ndarray:
+    """Its content at the first place, and in the first of texts that are all alike, where what it is added to has as
+    many."""
+    array, shape = np.asarray(as_array(variable.data)), variable.shape or ()
+    others = [v.shape for op, _ in variable.readers for v in op.inputs if v is not None and v is not variable]
+    for axis in range(len(shape) - 2) if all(other == shape for other in others) else ():
+        array = array[(slice(None),) * axis + (slice(1),)] if _repeats(variable, axis) else array
+    return np.ascontiguousarray(array[..., :1, :])
 
 
 def _per_example(variable: Variable) -> bool:

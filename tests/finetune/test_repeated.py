@@ -80,3 +80,15 @@ def test_what_was_looked_up_for_each_place_is_one(name: str, size: int) -> None:
     program = amp.Program.from_onnx(model)
     done = amp.prepare_training(program, restore=False)
     assert program.var(name).shape == (1, size, 4) and (size > 1) != any("one for all places" in n for n in done.notes)
+
+
+def test_what_was_looked_up_for_each_text_is_one_where_texts_are_several_an_example() -> None:
+    """As the choices of a multiple choice, which lie behind each other."""
+    model = onnx.parser.parse_model(
+        """<ir_version: 9, opset_import: ["" : 18]> net (float[2,3,5,4] x) => (float[6,5,4] y)
+            <int64[3] sizes = {6, 5, 4}> { texts = Reshape (x, sizes)  y = Add (texts, embedding_1) }"""
+    )
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.tile(ROW[:1, :1], (6, 5, 1)), "embedding_1"))
+    program = amp.Program.from_onnx(model)
+    amp.prepare_training(program, restore=False)
+    assert program.var("embedding_1").shape == (1, 1, 4)
