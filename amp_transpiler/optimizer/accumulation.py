@@ -56,7 +56,7 @@ class Accumulation:
                 total = create_state(
                     program,
                     startup,
-                    owned_name(program, f"{parameter.name}_accumulated"),
+                    owned_name(program, f"{parameter.name}_accumulated", startup),
                     master_type(parameter.dtype),
                     static_shape(parameter),
                     0,
@@ -84,7 +84,7 @@ class Accumulation:
         if state.name == STEP or found_inf is None:  # the randomness counter advances on a bad step too
             return
         new = program.updates[state]
-        name = owned_name(program, f"{state.name}_before_window")
+        name = owned_name(program, f"{state.name}_before_window", startup)
         before = create_copy(program, startup, state, name, str(state.dtype))
         kept = gated_value(state, before, new, found_inf)
         program.set_update(state, kept)

@@ -102,7 +102,7 @@ class ExponentialMovingAverage:
         inputs: list[Variable | None] = [step.found_inf, count]
         for row in step.rows:
             assert row.parameter is not None
-            name = owned_name(program, f"{row.parameter.name}_ema")
+            name = owned_name(program, f"{row.parameter.name}_ema", startup)
             average = create_copy(program, startup, row.parameter, name, master_type(row.parameter.dtype))
             follow_dealt(startup, row.parameter, [average])
             inputs += [average, program.updates[row.parameter if row.master is None else row.master]]

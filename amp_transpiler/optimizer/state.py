@@ -64,10 +64,13 @@ def shared_name(program: Program, prefix: str) -> str:
             return name
 
 
-def owned_name(program: Program, prefix: str) -> str:
-    """``<prefix>_<n>`` with the lowest free n; for state that hangs on a parameter's name."""
+def owned_name(program: Program, prefix: str, startup: Program | None = None) -> str:
+    """``<prefix>_<n>`` with the lowest free n; for state that hangs on a parameter's name.
+
+    It is free in ``startup`` too, where another program that trains the parameter may have state of its own.
+    """
     number = 0
-    while program.has_var(f"{prefix}_{number}"):
+    while any(one.has_var(f"{prefix}_{number}") for one in (program, startup) if one is not None):
         number += 1
     return f"{prefix}_{number}"
 
@@ -94,10 +97,14 @@ def create_master(program: Program, startup: Program, parameter: Variable) -> Va
     """The fp32 master weight ``<parameter>_fp32_master_0``, a bit-exact copy of the initial value.
 
     The startup program writes the parameter in fp32; it is rounded to 16 bit later, by ``amp_init``, so
-    the master keeps the digits that the rounding drops.
+    the master keeps the digits that the rounding drops. Programs with one startup program share it.
     """
     name = next(name for name in master_names(parameter.name) if not program.has_var(name))
-    return create_copy(program, startup, parameter, name, "float32")
+    if not startup.has_var(name):
+        return create_copy(program, startup, parameter, name, "float32")
+    master = program.add_variable(name, "float32", parameter.shape, persistable=True)
+    master.stop_gradient, master.owner = True, startup.var(name).owner
+    return master
 
 
 def create_copy(program: Program, startup: Program, parameter: Variable, name: str, dtype: str) -> Variable:

@@ -264,7 +264,7 @@ class UpdateRule:
             create_state(
                 program,
                 startup,
-                owned_name(program, f"{prefix}_{kind}"),
+                owned_name(program, f"{prefix}_{kind}", startup),
                 master_type(parameter.dtype),
                 *self._accumulator(static_shape(parameter)),
                 parameter.owner,

@@ -206,3 +206,39 @@ def test_losses_add_up_without_decorate() -> None:
     for listed, added in zip(*found, strict=True):
         np.testing.assert_allclose(listed, added, rtol=1e-6)
         assert np.abs(added).max() > 0
+
+
+@pytest.mark.parametrize("mode", ["fp32", "pure"])
+def test_programs_in_turn_over_one_parameter_have_moments_of_their_own(mode: str) -> None:
+    """One startup program: two Adams, one master; beside Adam by hand in float64."""
+    first, startup, losses, programs = amp.Program(), amp.Program(), [], []
+    with amp.program_guard(first, startup), amp.unique_name.guard():
+        x = amp.data("x", [4, 3])
+        with amp.fp16_guard():
+            y = amp.nn.fc(x, 1, bias_attr=False, param_attr=amp.ParamAttr("w", amp.nn.initializer.Constant(0.5)))
+    second = first.clone()
+    for program, rate in ((first, 0.1), (second, 0.01)):
+        with amp.program_guard(program, startup):
+            losses.append(F.mean(program.var(y.name)))
+            adam: Any = amp.optimizer.Adam(rate, multi_precision=True)
+            if mode == "pure":
+                adam = amp.decorate(adam, use_pure_fp16=True, use_fp16_guard=False, init_loss_scaling=8.0)
+            adam.minimize(losses[-1], startup)
+            programs.append((program, adam))
+    executor, scope = amp.Executor(), amp.Scope()
+    executor.run(startup, scope=scope)
+    for _, adam in programs if mode == "pure" else ():
+        adam.amp_init(amp.CPUPlace(), scope=scope)
+    rng, weight, moments = np.random.default_rng(0), np.full(3, 0.5), [np.zeros((2, 3)), np.zeros((2, 3))]
+    for turn in range(6):
+        which, x_now = turn % 2, rng.normal(size=(4, 3)).astype(np.float32)
+        executor.run(programs[which][0], feed={"x": x_now}, fetch_list=[losses[which]], scope=scope)
+        gradient, step = x_now.astype(np.float64).mean(0), turn // 2 + 1
+        moment = moments[which]
+        moment[:] = 0.9 * moment[0] + 0.1 * gradient, 0.999 * moment[1] + 0.001 * gradient**2
+        unbiased = moment[0] / (1 - 0.9**step), moment[1] / (1 - 0.999**step)
+        weight = weight - (0.1, 0.01)[which] * unbiased[0] / (np.sqrt(unbiased[1]) + 1e-8)
+    masters = [name for name in scope.var_names() if "master" in name and "moment" not in name]
+    assert len(masters) == (mode == "pure")
+    found = scope.find_var(masters[0] if masters else "w").reshape(-1)
+    np.testing.assert_allclose(found, weight, rtol=1e-5 if mode == "fp32" else 1e-2)
