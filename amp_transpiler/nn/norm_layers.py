@@ -128,6 +128,8 @@ def _batch_normalised(
     if not training:
         return at.as_given(append(at.call, "BatchNormalization", inputs, attrs=attrs, prefix=prefix), prefix)
     attrs = attrs | {"training_mode": 1}
+    updates = default_main_program().updates  # a call before this one has moved shared statistics already
+    inputs = [*inputs[:3], *(updates.get(state, state) for state in states)]
     y, *statistics = append_many(at.call, "BatchNormalization", inputs, 3, attrs=attrs, prefix=prefix)
     _update(states, statistics)
     if synchronized and y.producer is not None:
@@ -140,6 +142,7 @@ def _update(states: Sequence[Variable], values: Sequence[Variable]) -> None:
     program = default_main_program()
     for state, value in zip(states, values, strict=True):
         program.rename_variable(value, program.unique(f"{state.name}@NEW"))
+        value.stop_gradient = True
         program.set_update(state, value)
 
 

@@ -137,3 +137,35 @@ def test_an_empty_batch_leaves_running_statistics(mode: str) -> None:
     assert states and np.isfinite(seen).all()
     np.testing.assert_array_equal(seen[0], seen[1])
     assert not np.array_equal(seen[1], seen[2])
+
+
+@pytest.mark.parametrize("mode", [None, {}, {"use_pure_fp16": True, "use_fp16_guard": False}])
+def test_calls_of_one_batch_norm_move_its_statistics_in_turn(mode: dict[str, Any] | None) -> None:
+    """As of a siamese network: those of the last call alone were kept. A bad step keeps what was."""
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        inputs = [amp.data(name, [8, 4]) for name in "ab"]
+        names = {"param_attr": "w", "bias_attr": "c", "moving_mean_name": "m", "moving_variance_name": "v"}
+        outputs = [nn.batch_norm(x, **names) for x in inputs]
+        optimizer: Any = amp.optimizer.SGD(0.0, multi_precision=True)
+        optimizer = optimizer if mode is None else amp.decorate(optimizer, init_loss_scaling=8.0, **mode)
+        loss = F.mean(outputs[0] * outputs[1])
+        test = main.clone(for_test=True)
+        optimizer.minimize(loss, startup)
+    executor, scope = amp.Executor(amp.CPUPlace()), amp.Scope()
+    executor.run(startup, scope=scope)
+    rng = np.random.default_rng(0)
+    feed = {name: rng.normal(size=(8, 4)).astype(np.float32) for name in "ab"}
+    executor.run(main, feed=feed, fetch_list=[loss], scope=scope)
+    means, spreads = ([getattr(feed[name].astype(np.float64), what)(0) for name in "ab"] for what in ("mean", "var"))
+    tolerance = 1e-6 if not mode else 1e-3
+    moved = scope.find_var("m"), scope.find_var("v")
+    np.testing.assert_allclose(moved[0], 0.9 * 0.1 * means[0] + 0.1 * means[1], atol=tolerance)
+    np.testing.assert_allclose(moved[1], 0.9 * (0.9 + 0.1 * spreads[0]) + 0.1 * spreads[1], atol=tolerance)
+    found = executor.run(test, feed=feed, fetch_list=[v.name for v in outputs], scope=scope)
+    for name, y in zip("ab", found, strict=True):
+        np.testing.assert_allclose(y, (feed[name] - moved[0]) / np.sqrt(moved[1] + 1e-5), atol=1e-5)
+    if mode is not None:
+        feed["b"][0] = np.inf
+        executor.run(main, feed=feed, fetch_list=[loss], scope=scope)
+        assert np.array_equal(scope.find_var("m"), moved[0]) and np.array_equal(scope.find_var("v"), moved[1])
