@@ -24,7 +24,8 @@ from amp_transpiler.option_checks import is_real, is_whole, number, shown, whole
 def set_seed(seed: int) -> None:
     """Set the seed, 0 … 2**32 - 1, of programs whose first parameter is built after this call (also ``amp.seed``).
 
-    A startup program with a ``seed`` of its own keeps it. Without any, the seed is 0: runs repeat.
+    A startup program with a ``seed`` of its own keeps it. Without any, the seed is 0: runs repeat, but for what
+    operators of imported models (RandomNormalLike) draw from onnxruntime.
     """
     if not is_whole(seed):
         raise ArgumentTypeError(f"seed must be an integer, not {seed!r}")
