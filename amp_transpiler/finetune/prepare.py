@@ -32,9 +32,8 @@ from amp_transpiler.finetune.repeated import once_for_all
 from amp_transpiler.finetune.tied_weights import retie, shared_by_layers, untie
 from amp_transpiler.finetune.train_mode import (
     BATCH_NORM,
-    freeze_batch_norm,
     insert_dropout,
-    train_batch_norm,
+    set_batch_norm,
     train_dropout,
 )
 from amp_transpiler.ir.annotate import annotate
@@ -94,7 +93,7 @@ def prepare_training(
     *,
     trainable: Sequence[str] | None = None,
     freeze: Sequence[str] = (),
-    batch_norm: str = "train",
+    batch_norm: str | Mapping[str, str] = "train",
     dropout: Mapping[str, float] | None = None,
     values: Mapping[str, Any] | None = None,
     feed_shapes: Mapping[str, Sequence[int | str | None]] | None = None,
@@ -133,7 +132,8 @@ def prepare_training(
             no weight is trained where it stands here by its very name, no pattern: ``["*", "logit_scale"]``.
         freeze: patterns of parameters that are not trained; wins over ``trainable``.
         batch_norm: "train" (batch statistics; running ones are updated), "synchronized" (likewise, over the batches of
-            all ranks, where there are several), or "frozen" (running ones are used).
+            all ranks, where there are several), or "frozen" (running ones are used); or {pattern: one of these}, the
+            last that fits: ``{"body.*": "frozen"}``. The others train.
         dropout: {pattern: rate}: a Dropout behind each operator whose name or scope matches. Those that the model
             still has are switched on in any case.
         values: {input: value}: inputs that get one value for good, such as a sampling rate, a trip count, or the edges
@@ -163,7 +163,8 @@ def prepare_training(
         raise OrderError(
             f"prepare_training: program '{program.name}' has a backward pass already; prepare it before minimize"
         )
-    choice("prepare_training: batch_norm", batch_norm, BATCH_NORM)
+    if not isinstance(batch_norm, Mapping):
+        choice("prepare_training: batch_norm", batch_norm, BATCH_NORM)
     with unchanged_on_error(program, program.startup):
         notes = ["the model's functions are inlined"] * inline_functions(program)
         notes += _fix(program, values or {}, feed_shapes or {})
@@ -210,8 +211,7 @@ def prepare_training(
         notes += counted_left(program)
         notes += integers_left(program)
         notes += drawn_by_runtime(program)
-        frozen = batch_norm == "frozen"
-        notes += freeze_batch_norm(program) if frozen else train_batch_norm(program, batch_norm == "synchronized")
+        notes += set_batch_norm(program, batch_norm)
         notes += train_dropout(program)
         notes += insert_dropout(program, dropout or {})
         _select(program, trainable, freeze, named)

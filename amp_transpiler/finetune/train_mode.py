@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.patterns import matching
 from amp_transpiler.ops.training.random import MASK_ID
 from amp_transpiler.ops.training.seeds import rng_state
-from amp_transpiler.option_checks import is_real
+from amp_transpiler.option_checks import choice, is_real
 from amp_transpiler.program import Program
 
 #: In names of what TensorFlow's exporter makes of batch normalisations. Keras 2 computes other norms likewise.
@@ -23,18 +23,39 @@ _OTHER_NORM = re.compile(r"(layer|group|instance)_?norm", re.IGNORECASE)
 BATCH_NORM = ("train", "synchronized", "frozen")
 
 
-def train_batch_norm(program: Program, synchronized: bool = False) -> list[str]:
-    """Let each BatchNormalization of the main graph normalise by its batch, and update its running statistics.
+def set_batch_norm(program: Program, ways: str | Mapping[str, str]) -> list[str]:
+    """Let each BatchNormalization of the main graph train, or be frozen, in one of the :data:`BATCH_NORM` ways.
 
-    ``synchronized``: by the batches of all ranks. Those that were exported in training mode have no update of theirs.
-    One that is called several times updates its statistics in each call, from where the call before left them.
+    ``ways``: one for all, or {pattern: way}: of those whose name or scope fits, or that of what they scale by; the
+    last pattern counts, and the others train.
+    """
+    found = dict(_running(program))
+    chosen = dict.fromkeys(found, ways if isinstance(ways, str) else "train")
+    for pattern, way in ({} if isinstance(ways, str) else ways).items():
+        choice(f"prepare_training: batch_norm of {pattern!r}", way, BATCH_NORM)
+        chosen |= dict.fromkeys(matching(found, [pattern], "batch_norm", names=_names), way)
+    trained = {op: states for op, states in found.items() if chosen[op] != "frozen"}
+    for op in trained:
+        if chosen[op] == "synchronized":
+            op.metadata[SYNCHRONIZED] = ASKED
+    notes = _freeze(program, [op for op in found if op not in trained])
+    notes += _train(program, trained, ", over all ranks" if "synchronized" in chosen.values() else "")
+    return notes if found or ways == "frozen" else _written_out(program)
+
+
+def _names(op: Operator) -> list[str]:
+    return [op.scope, op.name, *(v.name for v in (*op.inputs[1:], *op.outputs) if v is not None)]
+
+
+def _train(program: Program, found: Mapping[Operator, Sequence[Variable]], over: str) -> list[str]:
+    """Let them normalise by the batch, and update their running statistics.
+
+    Those that were exported in training mode have no update of theirs. One that is called several times updates its
+    statistics in each call, from where the call before left them.
     """
     latest: dict[Variable, Variable] = {}
-    found = list(_running(program))
-    for op, states in found:
+    for op, states in found.items():
         op.attrs["training_mode"] = 1
-        if synchronized:
-            op.metadata[SYNCHRONIZED] = ASKED
         for slot, state in enumerate(states, 1):
             if state in latest:
                 op.set_input(slot + 2, latest[state])
@@ -48,8 +69,7 @@ def train_batch_norm(program: Program, synchronized: bool = False) -> list[str]:
     for state, new in latest.items():
         program.set_update(state, new)
     count = len(found)
-    whose = "the batch" + (", over all ranks" if synchronized else "")
-    return [f"{count} BatchNormalization train with the statistics of {whose}"] if count else _written_out(program)
+    return [f"{count} BatchNormalization train with the statistics of the batch{over}"] if count else []
 
 
 def _written_out(program: Program) -> list[str]:
@@ -64,10 +84,10 @@ def _written_out(program: Program) -> list[str]:
     ]
 
 
-def freeze_batch_norm(program: Program) -> list[str]:
-    """Let each BatchNormalization that was exported in training mode normalise by its running statistics."""
+def _freeze(program: Program, found: Collection[Operator]) -> list[str]:
+    """Let those that were exported in training mode normalise by their running statistics."""
     count = 0
-    for op, _ in _running(program):
+    for op in found:
         made = [op.output(slot) for slot in (1, 2)]
         if op.attrs.get("training_mode", 0) and not any(
             v is not None and (v.readers or v in program.outputs) for v in made
