@@ -35,6 +35,8 @@ LONG = 1 << 16
 #: Nodes up to which a model is looked at twice: once for such tensors inside it.
 _SMALL = 2000
 _SIZE = "size__"
+#: What the names of scales begin with that are put in the place of a model's.
+_SETTLED = "scales__"
 #: What the names begin with that ONNX's inference makes up for sizes that it does not know.
 INVENTED = "unk__"
 
@@ -81,24 +83,23 @@ def settle_scales(
     That multiplies in float32, and ONNX's inference in float64, which makes 9 of 24 * float32(10 / 24). They stand in
     the middle of those that give a size. Returns whether there were others.
     """
-    if node.op_type not in ("Resize", "Upsample") or node.domain not in ("", "ai.onnx"):
+    if node.op_type not in ("Resize", "Upsample") or node.domain not in ("", "ai.onnx") or not node.input:
         return False
     slot = 2 if node.op_type == "Resize" and opset > 10 else 1
     name = node.input[slot] if slot < len(node.input) else ""
     read = types.get(node.input[0])
-    if name not in data or read is None or not read.tensor_type.HasField("shape"):
+    if name not in data or data[name].data_type != onnx.TensorProto.FLOAT or read is None:
         return False
-    scales = onnx.numpy_helper.to_array(data[name])
-    dims = read.tensor_type.shape.dim
+    dims, scales = read.tensor_type.shape.dim, onnx.numpy_helper.to_array(data[name]).reshape(-1)
     axes = next((list(a.ints) for a in node.attribute if a.name == "axes"), range(len(dims)))
-    if len(axes) != scales.size:
+    if len(axes) != scales.size or not all(-len(dims) <= axis < len(dims) for axis in axes):
         return False
     settled = scales.astype(np.float64)
     for place, axis in enumerate(axes):
         size, scale = dims[axis].dim_value, scales[place]
-        if size > 0 and np.isfinite(size * scale) and math.floor(size * float(scale)) != computed_size(size, scale):
+        if 0 < size * float(scale) < 2.0**62 and math.floor(size * float(scale)) != computed_size(size, scale):
             settled[place] = (computed_size(size, scale) + 0.5) / size
-    if np.array_equal(settled, scales):
+    if np.array_equal(settled, scales, equal_nan=True):
         return False
     data[name] = onnx.numpy_helper.from_array(settled.astype(scales.dtype), name)
     return True
@@ -110,9 +111,9 @@ def computed_size(size: int, scale: np.float32) -> int:
 
 
 def _with_settled_scales(model: onnx.ModelProto, found: onnx.ModelProto) -> onnx.ModelProto | None:
-    """A copy of ``model`` with settled scales where those that it has gave other sizes; None where they did not."""
+    """A copy of ``model`` with settled scales of the first node where those that it has gave other sizes; None where
+    there is none. What is behind it is looked at when its sizes are inferred anew."""
     opset = next((each.version for each in model.opset_import if each.domain in ("", "ai.onnx")), 1)
-    copy: onnx.ModelProto | None = None
     for number, graph in enumerate(_graphs(model.graph)):
         resized = [at for at, node in enumerate(graph.node) if node.op_type in ("Resize", "Upsample")]
         if not resized:
@@ -123,19 +124,18 @@ def _with_settled_scales(model: onnx.ModelProto, found: onnx.ModelProto) -> onnx
         same = list(_graphs(found.graph))[number]
         types = {info.name: info.type for info in (*same.input, *same.value_info, *same.output)}
         for at in resized:
-            data = {name: held[name] for name in graph.node[at].input if name in held}
-            if not settle_scales(graph.node[at], opset, types, data):
-                continue
-            if copy is None:
+            given = {slot: name for slot, name in enumerate(graph.node[at].input) if name in held}
+            data = {name: held[name] for name in given.values() if not name.startswith(_SETTLED)}
+            if settle_scales(graph.node[at], opset, types, data):
                 copy = onnx.ModelProto()
                 copy.CopyFrom(model)
-            into = list(_graphs(copy.graph))[number]
-            for slot, name in enumerate(into.node[at].input):
-                if name in data and data[name] is not held[name]:
-                    into.node[at].input[slot] = f"{_SIZE}{number}_{at}"
-                    into.initializer.add().CopyFrom(data[name])
-                    into.initializer[-1].name = into.node[at].input[slot]
-    return copy
+                into = list(_graphs(copy.graph))[number]
+                slot, name = next((s, n) for s, n in given.items() if data.get(n) is not held[n])
+                into.node[at].input[slot] = f"{_SETTLED}{number}_{at}"
+                into.initializer.add().CopyFrom(data[name])
+                into.initializer[-1].name = into.node[at].input[slot]
+                return copy
+    return None
 
 
 # -- names and sizes ------------------------------------------------------------------------------------------

@@ -74,3 +74,19 @@ def test_what_reads_them_fits(dtype: str, opset: int, axes: str) -> None:
     lowered = amp.convert(net, mode="pure", dtype=dtype).lower(amp.CPUPlace(), {"x": x.shape})
     (found,) = session(lowered.model).run(None, {"x": x})
     assert np.abs(found - expected).max() < (0.01 if dtype == "float16" else 0.08) * np.abs(expected).max()
+
+
+def test_sizes_behind_sizes_and_sizes_beyond_the_digits_of_float32() -> None:
+    """The second one is settled by what the first one gives: 10 of 24, and 14 of 10; of 9 it would be 13. Where no scale gives the
+    size in float64, inference ends all the same, and so it does with scales that no image has and axes that do not fit."""
+    text = f"""<ir_version: 8, opset_import: ["" : 18]> net (float[1, 1, 24, SIZE] x) => (float["A", "B", "C", "D"] y)
+        <float[4] s = {{1.0, 1.0, {SCALE!r}, FIRST}}, float[4] t = {{1.0, 1.0, {float(np.float32(13 / 9))!r}, 1.0}}> {{
+            a = Resize(x, , s)  y = Resize<AXES>(a, , t) }}"""
+    made = text.replace("AXES", "axes = [0, 1, 2, 3]")
+    program = amp.Program.from_onnx(onnx.parser.parse_model(made.replace("SIZE", "24").replace("FIRST", repr(SCALE))))
+    assert [program.var(name).shape for name in "ay"] == [(1, 1, 10, 10), (1, 1, 14, 10)]
+    large = made.replace("SIZE", str(2**26 + 1)).replace("FIRST", "0.4444444")
+    assert (amp.Program.from_onnx(onnx.parser.parse_model(large)).var("a").shape or ())[2] == 10
+    for other, first in ((made, "1e38"), (text.replace("AXES", "axes = [0, 1, 2, 9]"), "0.5")):
+        wrong = amp.Program.from_onnx(onnx.parser.parse_model(other.replace("SIZE", "24").replace("FIRST", first)))
+        assert wrong.var("y").dtype == "float32"
