@@ -25,6 +25,7 @@ from amp_transpiler.lists._kernels import (
 )
 from amp_transpiler.lists._places import PlaceTraits, half_places, place_kinds, place_traits
 from amp_transpiler.lists._roundings import Roundings, roundings
+from amp_transpiler.lists._schemas import plain_domain
 from amp_transpiler.lists.amp_lists import AutoMixedPrecisionLists
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "parts_of",
     "place_kinds",
     "place_traits",
+    "plain_domain",
     "resolve",
     "roundings",
     "unsupported_operators",

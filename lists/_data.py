@@ -132,8 +132,7 @@ def kept_fp32(op_type: str, domain: str = "") -> tuple[frozenset[int], frozenset
     They hold the scale, bias and statistics of a normalisation. Whether the operator's schema lets such a slot differ
     in type from the data is not said here: where it does not, the lowering casts the fp32 value at the slot.
     """
-    name = op_type if domain in ("", "ai.onnx") else f"{domain}::{op_type}"
-    return _KEPT_FP32.get(name, _NONE_KEPT)
+    return _KEPT_FP32.get(f"{domain}::{op_type}" if domain else op_type, _NONE_KEPT)
 
 
 def resolve(name: str) -> tuple[str, ...]:

@@ -103,7 +103,6 @@ def kernel_types(provider: str, op_type: str, opset: int, domain: str = "") -> d
     table = _table()
     if provider not in table:
         raise ListError(f"The kernel table has no provider '{provider}'; it has {', '.join(sorted(table))}.")
-    domain = "" if domain == "ai.onnx" else domain
     version = 1
     if defs.has(op_type, domain):
         schema = schema_at(op_type, opset, domain)
@@ -141,7 +140,7 @@ def has_kernel(provider: str, op_type: str, dtype: str, opset: int, domain: str 
     kernels = kernel_types(provider, op_type, opset, domain)
     if kernels is None:
         return False
-    schema = schema_at(op_type, opset, "" if domain == "ai.onnx" else domain)
+    schema = schema_at(op_type, opset, domain)
     if schema is None:  # no schema says which parameter is the data's; onnxruntime calls it T, or numbers it from 1
         types = next(
             (found for param in ("T", "T1", "V") if (found := kernels.get(param, frozenset()) & _FLOATS)), None

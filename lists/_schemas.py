@@ -15,10 +15,15 @@ from onnx import defs
 ELEMENTS = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
 
 
+def plain_domain(domain: str) -> str:
+    """The domain of operators as programs and tables write it: "" for ai.onnx, as which files may have it."""
+    return "" if domain == "ai.onnx" else domain
+
+
 def split_name(name: str) -> tuple[str, str]:
     """Domain and operator type of ``Type`` or ``domain::Type``; the domain of ai.onnx is the empty string."""
     domain, _, op_type = name.rpartition("::")
-    return ("" if domain == "ai.onnx" else domain), op_type
+    return plain_domain(domain), op_type
 
 
 @cache

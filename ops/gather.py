@@ -11,7 +11,7 @@ from amp_transpiler.ir.decompose import Parts, decomposition
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.intervals import Interval, Ranges, any_of, same
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.opdef import gradient, own, range_rule, traits
+from amp_transpiler.ir.opdef import combined, gradient, own, range_rule, traits
 from amp_transpiler.ops.common import Grads, comparable, padded_axis, shape_of, size_of, sliced
 from amp_transpiler.ops.row_sums import added_rows, remember_rows
 
@@ -174,4 +174,4 @@ range_rule(*_LOOKUPS, "Compress")(same)
 
 @range_rule(*_SCATTERS)
 def _scatter_range(op: Operator, ranges: Ranges) -> Interval | None:
-    return any_of(op, ranges) if op.attrs.get("reduction", "none") in ("none", b"none") else None
+    return any_of(op, ranges) if combined(op) == "none" else None

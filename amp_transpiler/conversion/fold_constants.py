@@ -114,7 +114,7 @@ def _fold_graph(program: Graph, names: frozenset[str], keep: frozenset[Operator]
 
 def _eligible(op: Operator) -> bool:
     """Whether it is of a kind that may be computed."""
-    if op.domain not in ("", "ai.onnx") or op.attrs.programs:
+    if op.domain or op.attrs.programs:
         return False
     return op.type not in _NEVER and not traits_of(op).random
 

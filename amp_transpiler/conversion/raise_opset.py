@@ -16,7 +16,7 @@ from amp_transpiler.lists import TARGET_OPSET, USUAL_PLACE, has_kernel, place_tr
 from amp_transpiler.passes.canonicalize.fuse_norm import MEANS, fuse_layer_norms, has_layer_norms
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.pipeline import Context, Pass, Property
-from amp_transpiler.passes.view.typing import Obstacle, has_float, narrowed, operator_name
+from amp_transpiler.passes.view.typing import Obstacle, has_float, narrowed
 
 #: The opset of bfloat16 convolutions; from here on onnxruntime's CUDA provider has no MaxPool, Dropout and others.
 _LATER = 22
@@ -78,7 +78,7 @@ def _targets(program: Graph, dtype: str, has: _HasKernel) -> tuple[int, ...]:
         return (TARGET_OPSET, _LATER)
     kinds = set[str]()
     for op in program.walk():
-        if op.type not in kinds and op.domain in ("", "ai.onnx") and has_float(op):
+        if op.type not in kinds and not op.domain and has_float(op):
             kinds.add(op.type)
     lacking = [kind for kind in kinds if not has(kind, dtype, own)]
     gains = {t: sum(has(kind, dtype, t) for kind in lacking) for t in (*_EARLIER, TARGET_OPSET) if t > own}
@@ -94,17 +94,14 @@ def _able(program: Graph, dtype: str, has: _HasKernel) -> int:
     return sum(
         not isinstance(narrowed(op, dtype), Obstacle) and has(op.type, dtype, op.program.opset(op.domain), op.domain)
         for op in program.walk()
-        if has_float(op)
-        and operator_name(op) not in ("Cast", "CastLike", "Constant")
-        and not op.attrs.programs
-        and op.domain in ("", "ai.onnx")
+        if has_float(op) and not op.domain and op.type not in ("Cast", "CastLike", "Constant") and not op.attrs.programs
     )
 
 
 def _lost(program: Graph, before: Graph, after: Graph, has: _HasKernel) -> list[str]:
     """Operators with a kernel on the place at the opset of ``before`` that have none at that of ``after``."""
     old, new = before.opset(), after.opset()
-    kinds = {op.type for op in program.walk() if op.domain in ("", "ai.onnx") and has_float(op)}
+    kinds = {op.type for op in program.walk() if not op.domain and has_float(op)}
     return sorted(kind for kind in kinds if has(kind, "float32", old) and not has(kind, "float32", new))
 
 

@@ -31,7 +31,6 @@ from amp_transpiler.passes.partition.problem import NOMINAL
 from amp_transpiler.passes.pipeline import Context, Pass, Property, Value
 from amp_transpiler.passes.precision.rules import check_variables
 from amp_transpiler.passes.view.names import written_name
-from amp_transpiler.passes.view.typing import operator_name
 
 #: What is known against 16 bit, None where mode and lists are taken literally.
 CONSTRAINTS: Value[Constraints | None] = Value("constraints", Constraints)
@@ -57,7 +56,7 @@ def _keep_unproved(program: Graph, ranges: Ranges, constraints: Constraints, opt
     """Without data, an operator of the black list runs in 16 bit only where its range is proved."""
     limit = LIMITS[options.dtype].largest
     for op in program.walk():
-        if operator_name(op) not in options.lists.black_list:
+        if op.full_type not in options.lists.black_list:
             continue
         tensors = [v for v in (*op.inputs, *op.outputs) if v is not None and v.dtype in FLOATS]
         unproved = next((v for v in tensors if not ranges.within(v, limit)), None)

@@ -32,7 +32,7 @@ from amp_transpiler.ir.rule_errors import rule_of
 from amp_transpiler.ir.types import ONNX_TYPES, numpy_dtype
 
 #: Domains of which onnxruntime has operators.
-RUNTIME_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft"})
+RUNTIME_DOMAINS = frozenset({"", "ai.onnx.ml", "com.microsoft"})
 Entry = Callable[..., Sequence[Variable | None]]
 _ENTRIES: dict[tuple[str, str], Entry] = {}
 

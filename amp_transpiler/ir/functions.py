@@ -13,7 +13,7 @@ import onnx
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.control import nested_graphs
-from amp_transpiler.ir.proto_residue import plain_domain
+from amp_transpiler.lists import plain_domain
 
 #: Operators that the calls of functions may add to a model.
 EXPANDED = 50_000

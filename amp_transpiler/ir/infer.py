@@ -319,11 +319,10 @@ def node_types(op: Operator, read: tuple[Read | None, ...], makes: tuple[bool, .
 
     Raises one of :data:`~.onnx_inference.ONNX_ERRORS` where it does not fit its inputs.
     """
-    domain = "" if op.domain == "ai.onnx" else op.domain
     attrs = tuple(proto.SerializeToString(deterministic=True) for proto in op.attrs.protos())
     size = sum(map(len, attrs)) + sum(len(each[1]) for each in read if each is not None and each[1] is not None)
     infer = _known_node_types if size <= _SHORT else _node_types
-    return infer(op.type, domain, op.program.opset(domain), attrs, read, makes)
+    return infer(op.type, op.domain, op.program.opset(op.domain), attrs, read, makes)
 
 
 def _node_types(

@@ -22,11 +22,11 @@ from amp_transpiler.errors import ArgumentTypeError, GraphError, ModelFileError,
 from amp_transpiler.ir.functions import NESTED, too_deep
 from amp_transpiler.ir.locations import external_tensors, located
 from amp_transpiler.ir.node_fields import NodeFields, fields_of
-from amp_transpiler.ir.proto_residue import plain_domain
 from amp_transpiler.ir.serializing import LIMIT
 from amp_transpiler.ir.tensors import SMALL, ExternalTensor, HeldTensor, MappedFile, byte_size, tensor_type, to_proto
 from amp_transpiler.ir.wellformed import check_model, plain_weight
 from amp_transpiler.ir.wire import nesting, without_contents
+from amp_transpiler.lists import plain_domain
 
 _LFS = b"version https://git-lfs"
 #: Bytes of the smallest file of which the weights go past protobuf, and what the places of numbers are multiples of.

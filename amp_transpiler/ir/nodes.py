@@ -13,6 +13,7 @@ from amp_transpiler.ir.adjacency import add_edge, contents, filled, predecessors
 from amp_transpiler.ir.attributes import Attributes
 from amp_transpiler.ir.reasons import Reason, parse
 from amp_transpiler.ir.variable_operators import PythonOperators
+from amp_transpiler.lists import plain_domain
 from amp_transpiler.lists.paddle import paddle_attributes
 from amp_transpiler.option_checks import shown
 
@@ -144,7 +145,7 @@ class Operator:
         self.program = program
         self.key = key
         self.type = type
-        self.domain = domain
+        self.domain = domain and plain_domain(domain)
         self.name = ""
         self.overload = ""
         self.attrs = Attributes() if attrs is None else attrs
@@ -197,7 +198,7 @@ class Operator:
 
     @property
     def full_type(self) -> str:
-        """``Type`` for ai.onnx, ``domain::Type`` elsewhere."""
+        """``Type`` for ai.onnx, ``domain::Type`` elsewhere, as operator lists name it."""
         return f"{self.domain}::{self.type}" if self.domain else self.type
 
     @property

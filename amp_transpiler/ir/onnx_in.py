@@ -24,11 +24,12 @@ from amp_transpiler.ir.model_file import DataFiles, ModelFile, copy_without, rea
 from amp_transpiler.ir.model_info import ModelInfo
 from amp_transpiler.ir.node_fields import NodeFields, fields_of
 from amp_transpiler.ir.nodes import FORWARD, OWN, Shape, Variable
-from amp_transpiler.ir.proto_residue import Entry, Source, leftover, plain_domain, set_source, source_of
+from amp_transpiler.ir.proto_residue import Entry, Source, leftover, set_source, source_of
 from amp_transpiler.ir.tensors import HeldTensor, is_small, stripped, tensor_array, tensor_type
 from amp_transpiler.ir.verify import all_clashes
 from amp_transpiler.ir.weights import STATISTICS, not_a_weight
 from amp_transpiler.ir.wellformed import node_label
+from amp_transpiler.lists import plain_domain
 
 __all__ = ["load", "program_of", "tensor_array"]
 
@@ -277,7 +278,7 @@ class _Reader(Generic[G]):
         if None in inputs:
             pairs = zip(inputs, node.inputs, strict=True)
             inputs = [self._read(frame, node, name) if v is None else v for v, name in pairs]
-        op = program.add_read(node.type, inputs, outputs, attributes, node.domain and plain_domain(node.domain))
+        op = program.add_read(node.type, inputs, outputs, attributes, node.domain)
         op.name = node.name
         if not node.plain:
             op.overload, op.doc = proto.overload, proto.doc_string

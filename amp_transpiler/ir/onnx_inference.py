@@ -18,6 +18,7 @@ import onnx
 from google.protobuf.message import DecodeError, EncodeError
 
 from amp_transpiler.ir.control import nested_graphs
+from amp_transpiler.lists import plain_domain
 
 #: What calls into onnx raise: its own classes, and what pybind makes of C++ exceptions.
 ONNX_ERRORS = (
@@ -83,7 +84,7 @@ def settle_scales(
     That multiplies in float32, and ONNX's inference in float64, which makes 9 of 24 * float32(10 / 24). They stand in
     the middle of those that give a size. Returns whether there were others.
     """
-    if node.op_type not in ("Resize", "Upsample") or node.domain not in ("", "ai.onnx") or not node.input:
+    if node.op_type not in ("Resize", "Upsample") or plain_domain(node.domain) or not node.input:
         return False
     slot = 2 if node.op_type == "Resize" and opset > 10 else 1
     name = node.input[slot] if slot < len(node.input) else ""
@@ -113,7 +114,7 @@ def computed_size(size: int, scale: np.float32) -> int:
 def _with_settled_scales(model: onnx.ModelProto, found: onnx.ModelProto) -> onnx.ModelProto | None:
     """A copy of ``model`` with settled scales of the first node where those that it has gave other sizes; None where
     there is none. What is behind it is looked at when its sizes are inferred anew."""
-    opset = next((each.version for each in model.opset_import if each.domain in ("", "ai.onnx")), 1)
+    opset = next((each.version for each in model.opset_import if not plain_domain(each.domain)), 1)
     for number, graph in enumerate(_graphs(model.graph)):
         resized = [at for at, node in enumerate(graph.node) if node.op_type in ("Resize", "Upsample")]
         if not resized:

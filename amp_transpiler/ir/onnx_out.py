@@ -19,9 +19,10 @@ from amp_transpiler.ir.gc_pause import collector_paused
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import INITIALIZER, written_marks, written_state
 from amp_transpiler.ir.nodes import FORWARD, OWN, Operator, Variable, origin
-from amp_transpiler.ir.proto_residue import plain_domain, source_of, value_info
+from amp_transpiler.ir.proto_residue import source_of, value_info
 from amp_transpiler.ir.tensors import Tensor, embedded, stripped, tensor_type
 from amp_transpiler.ir.verify import same_shape
+from amp_transpiler.lists import plain_domain
 
 #: The first format version in which an initializer need not be a graph input.
 _FREE_INITIALIZERS = 4

@@ -23,7 +23,7 @@ from amp_transpiler.ir.exchange_call import Exchange
 from amp_transpiler.ir.intervals import RangeRule
 from amp_transpiler.ir.nodes import OWN, Operator, Shape
 from amp_transpiler.ir.traits import Traits
-from amp_transpiler.lists import PlaceTraits, written_out
+from amp_transpiler.lists import PlaceTraits, plain_domain, written_out
 from amp_transpiler.option_checks import shown
 
 T = TypeVar("T")
@@ -314,7 +314,7 @@ def range_rule(*full_types: str) -> Callable[[RangeRule], RangeRule]:
 def traits_of(op: Operator | str, domain: str = "") -> Traits:
     """The traits of an operator, or of an operator type; none of them where they are not declared."""
     type_, domain = (op, domain) if isinstance(op, str) else (op.type, op.domain)
-    found = _TABLE.get(("" if domain == "ai.onnx" else domain, type_))
+    found = _TABLE.get((plain_domain(domain), type_))
     return _NO_TRAITS if found is None or found.traits is None else found.traits
 
 
@@ -336,6 +336,11 @@ def moves(op: Operator, slot: int | None = None) -> bool:
     return slots is None or (bool(slots) if slot is None else slot in slots)
 
 
+def combined(op: Operator) -> str:
+    """How elements that come to one place are combined ("add"); "none" where the last one stays."""
+    return str(op.attrs.get(traits_of(op).combines, "none"))
+
+
 def flops(*full_types: str) -> Callable[[Flops], Flops]:
     """Register how many additions and multiplications operators take: ``f(attributes, input shapes, output shapes)``.
 
@@ -353,7 +358,7 @@ def flops(*full_types: str) -> Callable[[Flops], Flops]:
 
 def flops_of(type_: str, domain: str = "") -> Flops | None:
     """How many additions and multiplications an operator type takes; None where that is not worth counting."""
-    found = _TABLE.get(("" if domain == "ai.onnx" else domain, type_))
+    found = _TABLE.get((plain_domain(domain), type_))
     return None if found is None else found.flops
 
 

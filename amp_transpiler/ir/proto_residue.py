@@ -11,15 +11,9 @@ import onnx
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import type_proto
 from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.lists import plain_domain
 
-#: Names of ai.onnx in files; the program calls it "".
-DEFAULT_DOMAINS = ("", "ai.onnx")
 _KEY = "source"
-
-
-def plain_domain(domain: str) -> str:
-    """The domain as programs write it: "" for ai.onnx."""
-    return "" if domain in DEFAULT_DOMAINS else domain
 
 
 def _state(variable: Variable) -> tuple[Any, ...]:
@@ -163,7 +157,7 @@ def leftover(node: onnx.NodeProto) -> onnx.NodeProto | None:
     """What of a node an Operator has no place for: fields that are present but empty, device configurations, …"""
     props = node.metadata_props
     present = {name: getattr(node, name) for name in _TEXTS if node.HasField(name)}
-    kept = [name for name, value in present.items() if not value or (name == "domain" and value in DEFAULT_DOMAINS[1:])]
+    kept = [name for name, value in present.items() if not value or (name == "domain" and not plain_domain(value))]
     if not (kept or props or node.device_configurations):
         return None
     rest = onnx.NodeProto()

@@ -19,7 +19,7 @@ from amp_transpiler.ir.copies import original, readers_past_copies
 from amp_transpiler.ir.counted import places
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.opdef import moves, traits_of
+from amp_transpiler.ir.opdef import combined, moves, traits_of
 from amp_transpiler.ir.parameter_names import made_up, not_learned
 from amp_transpiler.ir.spectra import spectral
 from amp_transpiler.ir.tensors import LOOKED_THROUGH, as_array, tensor_type
@@ -254,7 +254,7 @@ def _computed(op: Operator) -> list[tuple[Any, ...] | None]:
 
 def _counts(op: Operator, slot: int | str) -> bool:
     """Whether it adds what it reads up, at places: ones, to count them."""
-    return slot == 2 and op.type in _FILLED and op.attrs.get("reduction") == "add"
+    return slot == 2 and combined(op) == "add"
 
 
 def _is_filled(uses: Sequence[tuple[Operator, int | str]], hops: int) -> bool:

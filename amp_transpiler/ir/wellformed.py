@@ -18,11 +18,11 @@ from amp_transpiler.errors import GraphError, ModelFileError
 from amp_transpiler.ir.control import CONTROL
 from amp_transpiler.ir.functions import check_functions
 from amp_transpiler.ir.node_fields import NodeFields, fields_of
-from amp_transpiler.ir.proto_residue import plain_domain
 from amp_transpiler.ir.tensors import byte_size
 from amp_transpiler.ir.text import check_text
 from amp_transpiler.ir.types import FLOATS, NAMES, RANK, numpy_dtype
 from amp_transpiler.ir.verify import schema_of
+from amp_transpiler.lists import plain_domain
 
 #: Bytes that a sparse tensor may take once it is dense.
 DENSE = 1 << 30

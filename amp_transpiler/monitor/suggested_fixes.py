@@ -17,7 +17,6 @@ from amp_transpiler.ir.types import HALF
 from amp_transpiler.monitor.rerun import Rerun
 from amp_transpiler.passes.view.names import source, written_name
 from amp_transpiler.passes.view.training_step import TrainingStep
-from amp_transpiler.passes.view.typing import operator_name
 
 #: The smallest scale that is tried, as a power of two: fp16 gradients below it are lost with any scale.
 LEAST = -24
@@ -101,8 +100,8 @@ def entries(op: Operator) -> list[tuple[str, Callable[[Operator], bool]]]:
     found: list[tuple[str, Callable[[Operator], bool]]] = [(f"custom_black_varnames=[{name!r}]", touches)]
     forward = forward_of(op) if op.role == BACKWARD else op
     if forward is not None and forward.role == FORWARD and forward.type != "Cast":
-        kind = operator_name(forward)
-        found.append((f"custom_black_list=[{kind!r}]", lambda other: operator_name(other) == kind))
+        kind = forward.full_type
+        found.append((f"custom_black_list=[{kind!r}]", lambda other: other.full_type == kind))
     return found
 
 

@@ -48,7 +48,7 @@ def _rows_behind(op: Operator, parameter: Variable) -> Variable | None:
 
 def _kept(op: Operator) -> Variable | None:
     """The input of which an operator maps each element by itself, and 0 to 0; None where it is another operator."""
-    rule = _KEEPING.get(op.type) if op.domain in ("", "ai.onnx") else None
+    rule = None if op.domain else _KEEPING.get(op.type)
     return None if rule is None else rule(op)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from amp_transpiler import lists
 from amp_transpiler.errors import ListError
-from amp_transpiler.lists import has_kernel, kernel_types, lowering_gap, unsupported_reason
+from amp_transpiler.lists import has_kernel, kernel_types, lowering_gap, plain_domain, unsupported_reason
 from amp_transpiler.lists._data import read_text
 from tests.helpers.where import ORACLES
 from tests.record import webgpu_operators
@@ -112,9 +112,9 @@ def test_the_plugin_of_webgpu_has_what_both_have(domain):
     table = json.loads(read_text("kernels.json"))["kernels"]
     for op_type in table[WEBGPU][domain]:
         for opset in range(7, 24) if domain == "ai.onnx" else (1,):
-            both = kernel_types(WEBGPU, op_type, opset, domain)
+            both = kernel_types(WEBGPU, op_type, opset, plain_domain(domain))
             if both is not None:
-                plugin = kernel_types(f"{WEBGPU}/plugin", op_type, opset, domain)
+                plugin = kernel_types(f"{WEBGPU}/plugin", op_type, opset, plain_domain(domain))
                 assert plugin is not None and all(both[param] <= plugin[param] for param in both)
 
 

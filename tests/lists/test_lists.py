@@ -103,7 +103,7 @@ def test_a_wrong_list_file_is_refused(text, message):
 
 def test_kept_fp32_slots():
     assert kept_fp32("BatchNormalization") == ({1, 2, 3, 4}, {1, 2})
-    assert kept_fp32("LayerNormalization", "ai.onnx") == ({1, 2}, {1, 2})
+    assert kept_fp32("LayerNormalization") == ({1, 2}, {1, 2})
     assert kept_fp32("RMSNormalization") == ({1}, set())
     assert kept_fp32("SkipLayerNormalization", "com.microsoft") == ({2, 3}, {1, 2})
     assert kept_fp32("SkipLayerNormalization") == kept_fp32("MatMul") == (set(), set())

@@ -15,7 +15,8 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.onnx_in import program_of
 from amp_transpiler.ir.onnx_inference import ONNX_ERRORS
 from amp_transpiler.ir.onnx_out import weightless
-from amp_transpiler.ir.proto_residue import plain_domain, source_of
+from amp_transpiler.ir.proto_residue import source_of
+from amp_transpiler.lists import plain_domain
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.opdef import combined
 from amp_transpiler.passes.canonicalize.matching import maker, remove
 from amp_transpiler.passes.view.of_type import of_type
 
@@ -23,7 +24,7 @@ def select_by_masks(program: Graph) -> list[str]:
         x, out = scatter.input(0), scatter.output(0)
         if mask is None or value is None or x is None or out is None or x.shape is None or mask.shape is None:
             continue
-        if scatter.attrs.get("reduction", "none") in ("none", b"none") and _fits(mask, value, x):
+        if combined(scatter) == "none" and _fits(mask, value, x):
             _write(scatter, mask, value)
             count += 1
     return [f"{count} values that are written where a mask is true are selected by it"] if count else []

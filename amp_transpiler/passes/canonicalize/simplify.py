@@ -91,7 +91,7 @@ def _give_name(op: Operator, read: Variable, outputs: set[Variable], names: froz
 
 def _handed_on(op: Operator) -> Variable | None:
     """What the operator hands on as it is; of a cast, what it does where the types are equal."""
-    if op.domain not in ("", "ai.onnx"):
+    if op.domain:
         return None
     if op.type in _NEUTRAL:
         neutral, slots = _NEUTRAL[op.type]

@@ -18,6 +18,7 @@ import numpy as np
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import constant_array, static
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.opdef import combined
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.passes.canonicalize.matching import maker, remove
@@ -60,7 +61,7 @@ def _ranges(op: Operator) -> list[_Range] | None:
     if data is None or data.shape is None or made is None or made.dtype not in FLOATS or held is None:
         return None
     at = as_array(held)
-    if not at.size or op.attrs.get("reduction", "none") not in ("none", b"none"):
+    if not at.size or combined(op) != "none":
         return None
     if op.type == "ScatterElements":
         return _along_axis(at, static(data.shape), int(op.attrs.get("axis", 0)))

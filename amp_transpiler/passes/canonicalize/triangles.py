@@ -15,6 +15,7 @@ import numpy as np
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.opdef import combined
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.passes.canonicalize.matching import added_axes, factor, maker, number, reduced_axes, remove
 from amp_transpiler.passes.canonicalize.whole_splits import piece_of
@@ -76,7 +77,7 @@ def _before(loop: _Loop, made: Variable, row: int) -> Variable | None:
     before = None if put is None else put.input(0)
     if put is None or before is None or before.shape != made.shape or not _all_are(put.input(1), row):
         return None
-    if put.attrs.get("axis", 0) % rank != rank - 2 or put.attrs.get("reduction", "none") not in ("none", b"none"):
+    if put.attrs.get("axis", 0) % rank != rank - 2 or combined(put) != "none":
         return None
     raised = maker(put.input(2), "Unsqueeze")
     written = None if raised is None else _head_written(loop, raised.input(0), row)
@@ -125,7 +126,7 @@ def _head_written(loop: _Loop, variable: Variable | None, row: int) -> tuple[Var
     put = None if back is None else maker(back.input(0), "ScatterND")
     turns = [] if put is None else [maker(put.input(0), "Transpose"), maker(put.input(2), "Transpose")]
     places = None if put is None else constant_content(put.input(1))
-    if back is None or put is None or places is None or put.attrs.get("reduction", "none") not in ("none", b"none"):
+    if back is None or put is None or places is None or combined(put) != "none":
         return None
     found = as_array(places)
     if found.shape != (row, 1) or not np.array_equal(found[:, 0], np.arange(row)):

@@ -24,6 +24,7 @@ from itertools import count
 import onnx
 
 from amp_transpiler.ir.control import nested_graphs
+from amp_transpiler.lists import plain_domain
 from amp_transpiler.passes.lowering.lowered import Port, Row, used_tensors
 
 #: Operators that write every output to memory of its own.
@@ -241,10 +242,9 @@ class _Proof(_Reads):
             whole = any(views & used_tensors(body.node) for body in nested_graphs(node))  # not the slice alone
             return f"{_label(node)}, which makes the update, reads more of it than a slice" if whole else ""
         direct = all(node.input[slot] == state for slot in slots)
-        domain = "" if node.domain == "ai.onnx" else node.domain
         if self.is_nested and node.op_type == "Identity":  # without aliases there: it copies the state onto itself
             return ""
-        if not direct or not set(slots) <= set(_ELEMENTWISE.get((domain, node.op_type), ())):
+        if not direct or not set(slots) <= set(_ELEMENTWISE.get((plain_domain(node.domain), node.op_type), ())):
             return f"{_label(node)}, which makes the update, is not elementwise in it"
         return ""
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from amp_transpiler.ir.emitter import Value
 from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import traits_of
+from amp_transpiler.ir.opdef import combined, traits_of
 from amp_transpiler.ops.row_sums import added_rows
 from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
 
 
 def emit_scatter(storage: EmulatedStorage, op: Operator) -> bool:
     """Emit a ScatterND that adds; False where it is none, or sizes are not known: then it has one thread."""
-    if not storage.cpu or op.type != "ScatterND" or op.domain or op.attrs.get("reduction", "none") != "add":
+    if not storage.cpu or op.type != "ScatterND" or op.domain or combined(op) != "add":
         return False
     result, shapes, values = op.output(0), storage.shapes, list[Value]()
     for v in op.inputs:

@@ -18,6 +18,7 @@ from amp_transpiler.ir.control import nested_graphs
 from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator, Variable, origin
 from amp_transpiler.ir.types import HALF, NAMES, ONNX_TYPES
+from amp_transpiler.lists import plain_domain
 from amp_transpiler.passes.lowering.lowered import Lowered, Port, live, rename_tensors, row, used_tensors
 from amp_transpiler.passes.view.names import source
 from amp_transpiler.passes.view.typing import is_float
@@ -231,6 +232,6 @@ class _Switching:
 
 def _target(node: onnx.NodeProto) -> str:
     """The element type to which a node casts; "" for other nodes."""
-    if node.op_type != "Cast" or node.domain not in ("", "ai.onnx"):
+    if node.op_type != "Cast" or plain_domain(node.domain):
         return ""
     return next((NAMES.get(attribute.i, "") for attribute in node.attribute if attribute.name == "to"), "")

@@ -15,7 +15,6 @@ from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.passes.view.constants import is_constant
 from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import source
-from amp_transpiler.passes.view.typing import operator_name
 
 _SUMS = frozenset({"Add", "Sub", "Sum"})
 _SCALES = frozenset({"Mul", "Div"})
@@ -39,7 +38,7 @@ def carried_sums(flow: Flow) -> Iterator[CarriedSum]:
     for end, starts in flow.loops.items():
         for start in starts:
             between = _between(flow, start, end)
-            names = {operator_name(op) for op in between}
+            names = {op.full_type for op in between}
             if names & _SUMS:
                 grows = not names & _SCALES and not _feeds_itself(flow, start, between)
                 yield CarriedSum(start, end, tuple(between), grows)
@@ -72,7 +71,7 @@ def _between(flow: Flow, start: Variable, end: Variable) -> list[Operator]:
 
 
 def _carries(op: Operator, slot: int, flow: Flow) -> bool:
-    name = operator_name(op)
+    name = op.full_type
     if name in _SCALES:
         other = flow.inputs[op][1 - slot]
         return (name == "Mul" or slot == 0) and other is not None and is_constant(other)

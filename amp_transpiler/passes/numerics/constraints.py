@@ -12,7 +12,6 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.reasons import Reason
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.view.names import source
-from amp_transpiler.passes.view.typing import operator_name
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Constraints:
 
         ``lists``: what their custom white list names is the caller's business, and is free.
         """
-        if lists is not None and operator_name(op) in lists.custom_white_list:
+        if lists is not None and op.full_type in lists.custom_white_list:
             return None
         if op in self.operators:
             return self.operators[op]

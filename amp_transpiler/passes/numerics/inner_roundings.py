@@ -38,7 +38,7 @@ def keep_rounded(program: Graph, kind: str, dtype: str, constraints: Constraints
 def inner_roundings(op: Operator, arithmetic: Arithmetic, dtype: str) -> tuple[str, float]:
     """In which order a kernel adds up an operator's sum, "" for none, and how many roundings its error is worth."""
     shapes, made = [list(map(_shape, each)) for each in (op.inputs, op.outputs)]
-    parts = () if op.domain not in ("", "ai.onnx") else parts_of(op.type, dtype, op.program.opset(), arithmetic.kind)
+    parts = () if op.domain else parts_of(op.type, dtype, op.program.opset(), arithmetic.kind)
     if parts:  # the sizes of what lies between them are not known
         return "", max(arithmetic.rounds(part, dtype, {}, [None] * 3, [None])[1] for part in parts)
     return arithmetic.rounds(op.full_type, dtype, op.attrs, shapes, made)

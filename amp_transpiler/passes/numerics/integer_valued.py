@@ -24,7 +24,7 @@ from amp_transpiler.ir.types import FLOATS, INTEGERS
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.view.constants import content, is_constant
 from amp_transpiler.passes.view.names import source
-from amp_transpiler.passes.view.typing import is_float, operator_name
+from amp_transpiler.passes.view.typing import is_float
 
 #: Integers that images do not come in.
 _COUNTS = INTEGERS - {"int8", "uint8"}
@@ -65,7 +65,7 @@ def _forwards(ops: list[Operator], constraints: Constraints) -> None:
     counted: dict[Variable, str] = {}
     sums: set[Variable] = set()
     for op in ops:
-        name = operator_name(op)
+        name = op.full_type
         if name in _CASTS:
             read, made = op.input(0), op.output(0)
             if made is not None and is_float(made) and read is not None and read.dtype in _COUNTS:
@@ -140,7 +140,7 @@ def _outer_product(op: Operator, name: str) -> bool:
 def _backwards(ops: list[Operator], constraints: Constraints) -> None:
     becomes: dict[Variable, str] = {}
     for op in reversed(ops):
-        name = operator_name(op)
+        name = op.full_type
         if name in _CASTS:
             read, made = op.input(0), op.output(0)
             if read is not None and read.dtype in FLOATS and made is not None and made.dtype in _TARGETS:

@@ -30,7 +30,6 @@ from amp_transpiler.passes.pipeline import Context, Pass
 from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.given import LISTS, LOSS, losses_of
 from amp_transpiler.passes.view.names import written_name
-from amp_transpiler.passes.view.typing import operator_name
 
 
 def known_constraints(
@@ -77,7 +76,7 @@ def keep_losses(losses: Sequence[Variable], lists: AutoMixedPrecisionLists) -> N
     pending, seen = [loss.producer for loss in losses], set[Operator]()
     while pending:
         op = pending.pop()
-        if op is None or op in seen or op.attrs.programs or operator_name(op) in lists.white_list:
+        if op is None or op in seen or op.attrs.programs or op.full_type in lists.white_list:
             continue
         seen.add(op)
         op.metadata.setdefault(FULL, str(Reason(Kind.LOSS)))

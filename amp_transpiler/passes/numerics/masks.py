@@ -24,7 +24,7 @@ from amp_transpiler.ir.types import INTEGERS
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import source
-from amp_transpiler.passes.view.typing import is_float, operator_name
+from amp_transpiler.passes.view.typing import is_float
 
 #: The tensor holds the format's smallest number at masked places; its largest; both as bits.
 LOW, HIGH = 1, 2
@@ -182,7 +182,7 @@ def through(op: Operator, slot: int, flow: Flow, binary: frozenset[Variable]) ->
     """
     if moves(op, slot):
         return 1
-    name = operator_name(op)
+    name = op.full_type
     if name not in _PASSES:
         return 1 if slot == 0 and _picks(op, name) else None
     if name == "Sub" and slot == 1:
@@ -292,7 +292,7 @@ def _is_border(op: Operator, flow: Flow) -> bool:
         least = [0, 0, *(size - 1 for size in window)] * 2
         whole = [0, 0, *further[: len(window)], 0, 0, *further[len(window) :]]
         plain = attrs.get("auto_pad", "NOTSET") in ("NOTSET", "VALID") and not attrs.get("ceil_mode", 0)
-        if operator_name(pool) != "MaxPool" or not plain or set(attrs.get("dilations", ())) - {1}:
+        if pool.full_type != "MaxPool" or not plain or set(attrs.get("dilations", ())) - {1}:
             return False
         if len(pads) != len(least) or any(p < 0 or p + q > r for p, q, r in zip(pads, whole, least, strict=True)):
             return False
@@ -301,17 +301,17 @@ def _is_border(op: Operator, flow: Flow) -> bool:
 
 def less_its_top(op: Operator, flow: Flow) -> bool:
     """Whether it subtracts from a tensor its largest along axes, as a softmax does: what it makes is 0 at most."""
-    if operator_name(op) != "Sub":
+    if op.full_type != "Sub":
         return False
     data, top = flow.inputs[op]
     for _ in range(_HOPS):
         maker = top.producer if top is not None else None
-        if maker is None or not (moves(maker, 0) or operator_name(maker) == "Max"):
+        if maker is None or not (moves(maker, 0) or maker.full_type == "Max"):
             break
         operands = [v for v in flow.inputs[maker] if v is not None and flow.number(v) is None]
         top = operands[0] if len(operands) == 1 else None  # a maximum with a constant is no less
     reduce = top.producer if top is not None else None
-    return reduce is not None and operator_name(reduce) in _TOPS and flow.inputs[reduce][0] is data
+    return reduce is not None and reduce.full_type in _TOPS and flow.inputs[reduce][0] is data
 
 
 def binary_tensors(flow: Flow) -> frozenset[Variable]:

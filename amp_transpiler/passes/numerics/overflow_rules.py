@@ -25,7 +25,7 @@ from typing import Protocol
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import NORM
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.opdef import moves, traits_of
+from amp_transpiler.ir.opdef import combined, moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import LIMITS, SHORT
 from amp_transpiler.passes.numerics.carried_sums import carried_sums
@@ -44,7 +44,6 @@ from amp_transpiler.passes.numerics.weight_norms import LARGE, may_be_large, sum
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import label, written_name
-from amp_transpiler.passes.view.typing import operator_name
 
 #: A sum of so many terms is no more than as many Adds, which nobody keeps fp32.
 FEW = 4
@@ -160,7 +159,7 @@ class _OverflowRules:
             for squared in read:
                 maker = squared.producer if squared is not None and squared in self.squares else None
                 why = Reason(Kind.SUBTRACTED_SQUARE, label(op))
-                while maker is not None and (moves(maker) or _sums(maker) or operator_name(maker) in _MEANS):
+                while maker is not None and (moves(maker) or _sums(maker) or maker.full_type in _MEANS):
                     constraints.keep(maker, why)
                     if _sums(maker):
                         break
@@ -193,7 +192,7 @@ class _OverflowRules:
                 if maker is None:
                     continue
                 product = traits_of(maker).product
-                if (product and summed) or not (product or moves(maker) or operator_name(maker) in _LINEAR):
+                if (product and summed) or not (product or moves(maker) or maker.full_type in _LINEAR):
                     continue
                 pending += [(v, summed or product) for v in self.flow.inputs[maker] if v is not None]
 
@@ -266,8 +265,8 @@ class _OverflowRules:
 
     def _combines(self, op: Operator, made: Variable) -> tuple[int, Reason] | None:
         """What adds up, or compares, as many elements as come to one place."""
-        how = op.attrs.get(traits_of(op).combines, "none")
-        if how in ("none", b"none"):
+        how = combined(op)
+        if how == "none":
             return None
         grows = self.float16 and how in ("add", "mul") and not self.ranges.within(made, self.limit)
         return MAY_OVERFLOW if grows else 0, Reason(Kind.COMBINES)
@@ -361,7 +360,7 @@ class _OverflowRules:
 
     def _shifted(self, op: Operator | None) -> bool:
         """Whether it is an exponential of what the maximum was subtracted from, as in a softmax: 1 at most."""
-        if op is None or operator_name(op) != "Exp":
+        if op is None or op.full_type != "Exp":
             return False
         sub = self._maker(op)
         return sub is not None and less_its_top(sub, self.flow)
@@ -376,4 +375,4 @@ def _reaches(variable: Variable, limit: float, magnitudes: Mapping[Variable, flo
 
 def _sums(op: Operator) -> bool:
     """Whether it adds up or averages elements, or takes the root of such a sum."""
-    return operator_name(op) == "Sqrt" or traits_of(op).reduces in ("sum", "mean")
+    return op.full_type == "Sqrt" or traits_of(op).reduces in ("sum", "mean")

@@ -18,7 +18,6 @@ from amp_transpiler.ir.types import SHORT, numpy_dtype
 from amp_transpiler.passes.numerics.constraints import ConstantNote, Constraints
 from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import label
-from amp_transpiler.passes.view.typing import operator_name
 
 #: What bounds, or puts a number in the place of those beyond a bound.
 _BOUNDING = frozenset({"Clip", "Max", "Min", "Where"})
@@ -57,7 +56,7 @@ def _follow(
     for variable in pending:
         exact, short = values[variable]
         for reader, slot in flow.uses.get(variable, ()):
-            name = operator_name(reader)
+            name = reader.full_type
             if exact != short and short in _poles(reader, name, slot, flow):
                 detail = str(np.float32(number)), f"{_rounded(number, dtype):g}", SHORT[dtype]
                 why, met = Reason(Kind.ONTO_A_POLE, label(reader), detail), True

@@ -28,7 +28,7 @@ from amp_transpiler.passes.numerics.overflow_propagation import BEYOND, MAY_OVER
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import source
-from amp_transpiler.passes.view.typing import Obstacle, is_float, narrowed, operator_name, programs
+from amp_transpiler.passes.view.typing import Obstacle, is_float, narrowed, programs
 
 #: Relative error (L2) from which on rounding loses a factor.
 TOLERANCE = 2.0**-7
@@ -194,7 +194,7 @@ class _RoundingLoss:
             return True
         for op, slot in self.flow.uses[variable]:
             made = op.output(0)
-            if op.attrs.programs or (operator_name(op) == "Cast" and made is not None and made.dtype == "float32"):
+            if op.attrs.programs or (op.full_type == "Cast" and made is not None and made.dtype == "float32"):
                 return True
             slots = narrowed(op, self.dtype)
             if not isinstance(slots, Obstacle) and slots.inputs[slot] == self.dtype:

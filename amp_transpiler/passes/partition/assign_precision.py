@@ -27,7 +27,7 @@ from amp_transpiler.passes.precision.casts import apply
 from amp_transpiler.passes.precision.rules import BLACK, Decision, Rules, check_program, own_cast
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.names import source
-from amp_transpiler.passes.view.typing import by_shapes, declared, is_float, operator_name
+from amp_transpiler.passes.view.typing import by_shapes, declared, is_float
 
 #: Operators whose choice depends on more than the element types of their slots.
 _OWN_CHOICE = frozenset({"Cast", "CastLike", "Constant"})
@@ -152,7 +152,7 @@ class _Choices(Rules):
             *["" if v is None else v.dtype for v in op.outputs],
         )
         if kind not in self.alike:
-            apart = None in kind or by_shapes(op) or operator_name(op) in self.faults
+            apart = None in kind or by_shapes(op) or op.full_type in self.faults
             self.alike[kind] = None if apart else self._choice(op)
         return self.alike[kind]
 
@@ -162,7 +162,7 @@ class _Choices(Rules):
             if op.attrs.programs and not self._literal and not settled.inner:
                 self.boundaries += [b for b in boundaries(op, self.dtype) if not self._pinned(b)]
             return self._retargeted(op) or settled
-        name, lists = operator_name(op), self.lists
+        name, lists = op.full_type, self.lists
         outside = self.outside(op) if self.outside else None
         if outside:
             return self.full(op, outside)
@@ -195,7 +195,7 @@ class _Choices(Rules):
     def _retargeted(self, op: Operator) -> Free | None:
         """The program's own cast of integers or float64 to float32: in 16 bit it gives what a cast behind it would."""
         read, made = op.input(0), op.output(0)
-        if operator_name(op) != "Cast" or inserted(op) or read is None or made is None:
+        if op.full_type != "Cast" or inserted(op) or read is None or made is None:
             return None
         half = Reason(Kind.TARGET_OF_READERS, runs=SHORT[self.dtype])
         sources = _SOURCES if self.dtype == "float16" else _NARROW
@@ -226,7 +226,7 @@ class _Choices(Rules):
                     stack.append(near)
         for op, choice in found.items():
             if isinstance(choice, Free) and op not in joined:
-                found[op] = self.full(op, Reason(Kind.NO_NEIGHBOUR)) if operator_name(op) != "Cast" else choice.full
+                found[op] = self.full(op, Reason(Kind.NO_NEIGHBOUR)) if op.full_type != "Cast" else choice.full
 
 
 def _neighbours(found: dict[Operator, Decision | Free]) -> dict[Operator, list[Operator]]:

@@ -57,7 +57,7 @@ def boundaries(op: Operator, dtype: str) -> list[Boundary]:
 
 def _boundaries(op: Operator) -> Iterator[Boundary]:
     nested = op.attrs.programs
-    if op.domain not in ("", "ai.onnx") or not nested:
+    if op.domain or not nested:
         return
     if op.type == "If":
         for slot, variable in enumerate(op.outputs):

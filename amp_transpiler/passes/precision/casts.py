@@ -23,7 +23,7 @@ from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.precision.rules import Decision, constant_reason
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.names import source
-from amp_transpiler.passes.view.typing import Slots, kept_slots, operator_name, programs, signature_of
+from amp_transpiler.passes.view.typing import Slots, kept_slots, programs, signature_of
 
 Decisions = dict[Operator, Decision]
 #: What may stand between a constant and its readers: what makes it, and casts that were put in.
@@ -148,7 +148,7 @@ def _uses(program: Graph, decisions: Decisions, dtype: str, constants_alone: boo
             elif wanted == dtype:
                 use.half = True
             else:
-                use.other |= wanted is not None or operator_name(op) in ("Cast", "CastLike")
+                use.other |= wanted is not None or op.full_type in ("Cast", "CastLike")
     for each in programs(program):
         for held in (*each.outputs, *each.updates, *each.updates.values()):
             if origin(held) in uses:
@@ -159,7 +159,7 @@ def _uses(program: Graph, decisions: Decisions, dtype: str, constants_alone: boo
 def _move_rows(decisions: Decisions, narrow: Container[Variable], dtype: str) -> None:
     """Gather on a table that is 16 bit moves its rows as they are; a fp32 reader casts the rows, not the table."""
     for op, decision in decisions.items():
-        if operator_name(op) != "Gather" or op.inputs[0] is None:
+        if op.full_type != "Gather" or op.inputs[0] is None:
             continue
         table = origin(op.inputs[0])
         if not (table.persistable and (table in narrow or table.dtype == dtype)):
@@ -187,7 +187,7 @@ def _protected(program: Graph, lists: AutoMixedPrecisionLists) -> set[Variable]:
 
 def _write_outputs(op: Operator, decision: Decision, inserter: _Inserter, protected: set[Variable]) -> None:
     """Retype what the operator writes; where the variable has to keep its type, write another one and cast it."""
-    casts = op.type == "Cast" and operator_name(op) == "Cast"
+    casts = op.type == "Cast" and op.full_type == "Cast"
     for slot, (variable, made) in enumerate(zip(op.outputs, decision.slots.outputs, strict=True)):
         if variable is None or made is None:
             continue
@@ -242,14 +242,14 @@ class _Inserter:
         if variable.outer is not None:
             return self._stand_in(variable.program, self.cast(variable.outer, dtype))
         producer = variable.producer
-        if producer is not None and operator_name(producer) == "Cast" and variable.dtype == "float32" and dtype in HALF:
+        if producer is not None and producer.full_type == "Cast" and variable.dtype == "float32" and dtype in HALF:
             narrow = producer.inputs[0]
             if narrow is not None and narrow.dtype == dtype:
                 return narrow
         existing = [
             op.outputs[0]
             for op, slot in variable.readers
-            if slot == 0 and operator_name(op) == "Cast" and op.outputs[0] is not None and op.outputs[0].dtype == dtype
+            if slot == 0 and op.full_type == "Cast" and op.outputs[0] is not None and op.outputs[0].dtype == dtype
         ]
         return min((v for v in existing if v is not None), key=lambda v: v.name, default=None)
 
@@ -333,7 +333,7 @@ class _Inserter:
 def _bypassed(variable: Variable) -> bool:
     """Whether it is a widening cast that nothing reads, in a program that names its outputs: it cannot be fetched."""
     producer = variable.producer
-    return bool(variable.program.outputs) and producer is not None and operator_name(producer) == "Cast"
+    return bool(variable.program.outputs) and producer is not None and producer.full_type == "Cast"
 
 
 def add_cast(source: Variable, target: Variable) -> None:

@@ -7,7 +7,7 @@ from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.canonicalize.floored_sums import write_shares
 from amp_transpiler.passes.canonicalize.unit_vectors import write_unit_vectors
 from amp_transpiler.passes.precision.rules import black_operators
-from amp_transpiler.passes.view.typing import operator_name, programs
+from amp_transpiler.passes.view.typing import programs
 
 
 def write_lengths(program: Graph, lists: AutoMixedPrecisionLists, use_fp16_guard: bool) -> None:
@@ -15,9 +15,7 @@ def write_lengths(program: Graph, lists: AutoMixedPrecisionLists, use_fp16_guard
     of it in float16: written out, and with a least length of 1e-12, it is fp32 tensors between casts."""
     if lists.dtype != "float16":
         return
-    kept = {
-        op for op in program.walk() if operator_name(op) in lists.custom_black_list or (use_fp16_guard and not op.guard)
-    }
+    kept = {op for op in program.walk() if op.full_type in lists.custom_black_list or (use_fp16_guard and not op.guard)}
     keep = frozenset(kept | black_operators(program, lists).keys())
     for each in list(programs(program)):
         write_unit_vectors(each, frozenset(lists.black_varnames), keep)

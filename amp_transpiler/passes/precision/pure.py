@@ -26,7 +26,6 @@ from amp_transpiler.passes.precision.casts import apply
 from amp_transpiler.passes.precision.lengths import write_lengths
 from amp_transpiler.passes.precision.rules import BLACK, Decision, Rules, check_program
 from amp_transpiler.passes.view.names import label, source
-from amp_transpiler.passes.view.typing import operator_name
 
 
 @paddle_arguments("cast_model_to_fp16")
@@ -97,7 +96,7 @@ class _Pure(Rules):
         self.widened: set[Operator] = set()
 
     def decide(self, op: Operator) -> Decision:
-        name, lists = operator_name(op), self.lists
+        name, lists = op.full_type, self.lists
         if name in lists.custom_black_list:
             return self.full(op, Reason(Kind.CUSTOM_BLACK_LIST))
         table = self.trainable_table(op)
@@ -128,7 +127,7 @@ class _Pure(Rules):
 def _is_own_widening(op: Operator) -> bool:
     read, made = op.input(0), op.output(0)
     return (
-        operator_name(op) == "Cast"
+        op.full_type == "Cast"
         and read is not None
         and read.dtype in HALF | {"float32"}
         and made is not None

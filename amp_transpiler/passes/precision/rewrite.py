@@ -21,7 +21,6 @@ from amp_transpiler.passes.numerics.mask_constants import saturate_masks
 from amp_transpiler.passes.precision.casts import apply
 from amp_transpiler.passes.precision.rules import BLACK, WHITE, Decision, Rules, check_program
 from amp_transpiler.passes.view.names import label, source
-from amp_transpiler.passes.view.typing import operator_name
 
 
 def rewrite_program(
@@ -71,7 +70,7 @@ class _Colours(Rules):
         self.constraints = constraints
 
     def decide(self, op: Operator) -> Decision:
-        name = operator_name(op)
+        name = op.full_type
         if name in self.lists.black_list:
             return self.full(op, Reason(Kind.BLACK_LIST))
         table = self.trainable_table(op)

@@ -33,7 +33,6 @@ from amp_transpiler.passes.view.typing import (
     is_float,
     kept_slots,
     narrowed,
-    operator_name,
     programs,
     require_typed,
     widened,
@@ -129,11 +128,11 @@ class Rules:
             return self.as_it_is(op, Reason(Kind.ROLE, detail=role), inner=Reason(Kind.INSIDE_ROLE, detail=role))
         forced = self.forced(op)
         if op.attrs.programs:
-            inner = forced or (Reason(Kind.BLACK_LIST) if operator_name(op) in self.lists.black_list else None)
+            inner = forced or (Reason(Kind.BLACK_LIST) if op.full_type in self.lists.black_list else None)
             if inner is not None and inner.kind not in (Kind.INSIDE, Kind.INSIDE_ROLE):
                 inner = Reason(Kind.INSIDE, label(op), cause=inner)
             return self.as_it_is(op, Reason(Kind.NESTED), inner=inner)
-        name = operator_name(op)
+        name = op.full_type
         if name in ("Cast", "CastLike"):
             return self._cast(op)
         if not has_float(op):
@@ -184,14 +183,14 @@ class Rules:
 
     def trainable_table(self, op: Operator) -> Reason | None:
         """Why a Gather stays fp32: its gradient rows must not be rounded; None for any other operator."""
-        if operator_name(op) != "Gather" or op.inputs[0] is None:
+        if op.full_type != "Gather" or op.inputs[0] is None:
             return None
         table = source(op.inputs[0])
         return Reason(Kind.TRAINABLE_TABLE, table.name) if table.is_parameter else None
 
     def _gap(self, op: Operator) -> Reason | None:
         """Why no lowering runs the operator in 16 bit; None where one does."""
-        name = operator_name(op)
+        name = op.full_type
         if name not in self._gaps:
             gap_of = lowering_gap if self.lowers else unsupported_reason
             gap = gap_of(name, self.dtype, self.kernel_opset, self.lists.place)

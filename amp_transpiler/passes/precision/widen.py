@@ -22,7 +22,7 @@ from amp_transpiler.ir.types import HALF, NAMES, ONNX_TYPES, SHORT, numpy_dtype
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.precision.casts import add_cast, cast_target
 from amp_transpiler.passes.view import constants
-from amp_transpiler.passes.view.typing import operator_name, programs, signature_of
+from amp_transpiler.passes.view.typing import programs, signature_of
 
 #: Attributes that hold an element type.
 _TYPED = ("dtype", "output_dtype", "output_datatype", "stash_type", "softmax_precision", "precision")
@@ -115,7 +115,7 @@ def _keep_io(program: Graph, moved: dict[str, str], free: Collection[str]) -> se
 def _retarget(op: Operator) -> None:
     """Let a cast that wrote 16 bit write fp32."""
     made = op.output(0)
-    if operator_name(op) == "Cast" and made is not None and made.dtype == "float32":
+    if op.full_type == "Cast" and made is not None and made.dtype == "float32":
         op.attrs["to"] = cast_target(op.program, "float32")
 
 
@@ -137,7 +137,7 @@ def _widen_attributes(program: Graph, io: set[Variable], kept: Collection[Operat
             if proto.type == proto.TENSOR and NAMES.get(proto.t.data_type) in HALF:
                 op.attrs[proto.name] = np.asarray(as_array(proto.t), np.float32)
         made = op.output(0)
-        if operator_name(op) == "Cast" and made is not None and made.dtype in HALF and made not in io:
+        if op.full_type == "Cast" and made is not None and made.dtype in HALF and made not in io:
             op.attrs["to"] = cast_target(program, "float32")
         for name in _TYPED:
             if isinstance(op.attrs.get(name), int) and NAMES.get(op.attrs[name]) in HALF:
@@ -181,7 +181,7 @@ def _without_casts(program: Graph, moved: dict[str, str]) -> int:
     count = 0
     for op in program.operators:
         read, made = op.input(0), op.output(0)
-        if operator_name(op) != "Cast" or read is None or made is None or not read.dtype == made.dtype == "float32":
+        if op.full_type != "Cast" or read is None or made is None or not read.dtype == made.dtype == "float32":
             continue
         program.remove_operator(op)
         if made in program.outputs:

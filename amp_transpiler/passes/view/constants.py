@@ -33,7 +33,7 @@ def content(variable: Variable) -> Any:
     if variable.data is not None:
         return None if isinstance(variable.data, onnx.SparseTensorProto) else variable.data
     producer = variable.producer
-    if producer is None or producer.type != "Constant" or producer.domain not in ("", "ai.onnx"):
+    if producer is None or producer.type != "Constant" or producer.domain:
         return None
     for name in _ATTRIBUTES:
         if name in producer.attrs:
@@ -179,7 +179,7 @@ def replace(variable: Variable, array: np.ndarray | CastTensor | onnx.TensorProt
 
 def fill(op: Operator | None) -> np.ndarray | None:
     """The element that a ConstantOfShape writes everywhere, as an array of one; None for any other operator."""
-    if op is None or op.type != "ConstantOfShape" or op.domain not in ("", "ai.onnx"):
+    if op is None or op.type != "ConstantOfShape" or op.domain:
         return None
     return as_array(op.attrs["value"]) if "value" in op.attrs else np.zeros(1, np.float32)
 

@@ -16,7 +16,7 @@ from amp_transpiler.ir.traits import Traits
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.names import source
-from amp_transpiler.passes.view.typing import is_float, operator_name
+from amp_transpiler.passes.view.typing import is_float
 
 #: How far a constant is followed back through operators that move it.
 _HOPS = 8
@@ -47,7 +47,7 @@ class Flow:
             if op.inserted:
                 continue
             self.inputs[op] = read = [source(v) if v is not None and v.dtype in FLOATS else None for v in op.inputs]
-            name = operator_name(op)
+            name = op.full_type
             self.steps.append((op, name, read))
             if name not in self.kinds:
                 self.kinds[name] = traits_of(op)
@@ -62,7 +62,7 @@ class Flow:
 
     def _enclose(self, op: Operator) -> None:
         """Join operands and results of a control flow operator to those of its nested graphs."""
-        name = operator_name(op)
+        name = op.full_type
         if name == "If":
             for nested in op.attrs.programs:
                 _join(self.results, nested.outputs, op.outputs)

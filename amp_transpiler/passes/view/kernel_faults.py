@@ -20,7 +20,7 @@ from amp_transpiler.ir.types import FLOATS, HALF
 from amp_transpiler.lists import Fault, faults, has_kernel, kernel_types, place_traits, unsupported_reason
 from amp_transpiler.ops.einsum import labels_of, sizes_of
 from amp_transpiler.passes.view import constants
-from amp_transpiler.passes.view.typing import Slots, declared, operator_name, widened
+from amp_transpiler.passes.view.typing import Slots, declared, widened
 
 #: What is loaded and not run, and what is run as its graph, which is looked into.
 _NOT_RUN = frozenset({"Constant", "SequenceMap"})
@@ -82,7 +82,7 @@ def fault_of_16_bit(kind: str, op: Operator, slots: Slots) -> Fault | None:
 
 
 def _faults_at(kind: str, op: Operator, types: Callable[[Operator], Slots]) -> list[Fault]:
-    name = operator_name(op)
+    name = op.full_type
     if name not in faults(kind):
         return []
     shapes = [None if v is None else static(v.shape) for v in op.inputs]
@@ -105,9 +105,9 @@ def leaves(op: Operator, kind: str) -> str:
     if dtype == "float16" and at.emulates:
         dtype = "float32"  # onnxruntime puts casts around it there
     if dtype in HALF:
-        return unsupported_reason(operator_name(op), dtype, opset, kind) or ""
+        return unsupported_reason(op.full_type, dtype, opset, kind) or ""
     if kernel_types(at.provider, op.type, opset, op.domain) is None:
-        runs = unsupported_reason(operator_name(op), "float16", opset, kind) is None
+        runs = unsupported_reason(op.full_type, "float16", opset, kind) is None
         return "" if runs else "no kernel"
     if dtype and not has_kernel(at.provider, op.type, dtype, opset, op.domain):
         return f"no kernel for {dtype} at opset {opset}"
@@ -116,8 +116,7 @@ def leaves(op: Operator, kind: str) -> str:
 
 def is_foreign(op: Operator) -> bool:
     """Whether nobody here knows the operator: neither onnx nor onnxruntime defines it, and nothing lowers it."""
-    domain, found = "" if op.domain == "ai.onnx" else op.domain, lookup(op)
-    defined = domain == "com.microsoft" or onnx.defs.has(op.type, domain)
+    defined, found = op.domain == "com.microsoft" or onnx.defs.has(op.type, op.domain), lookup(op)
     return not defined and (found is None or found.lowering is None)
 
 

@@ -43,15 +43,9 @@ class Obstacle:
     fixed: bool = False
 
 
-def operator_name(op: Operator) -> str:
-    """The operator as operator lists name it."""
-    return op.type if op.domain in ("", "ai.onnx") else op.full_type
-
-
 def signature_of(op: Operator) -> Signature | None:
     """The signature of ``op`` at its program's opset."""
-    domain = "" if op.domain == "ai.onnx" else op.domain
-    return signature(op.type, op.program.opset(domain), domain)
+    return signature(op.type, op.program.opset(op.domain), op.domain)
 
 
 def kept_slots(op: Operator) -> tuple[frozenset[int], frozenset[int]]:
@@ -133,11 +127,10 @@ class _Typed(NamedTuple):
 
 
 def _typed(op: Operator) -> _Typed:
-    domain = "" if op.domain == "ai.onnx" else op.domain
     return _Typed(
         op.type,
-        domain,
-        op.program.opset(domain),
+        op.domain,
+        op.program.opset(op.domain),
         tuple([None if v is None else v.dtype for v in op.inputs]),
         tuple([None if v is None else v.dtype for v in op.outputs]),
     )
