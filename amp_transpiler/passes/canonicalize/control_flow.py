@@ -18,6 +18,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes, constant_array, infer_operator
 from amp_transpiler.ir.nodes import Operator, Shape, Variable
 from amp_transpiler.ir.opdef import has_lowering_rule
+from amp_transpiler.passes.canonicalize.opset import add_operator
 from amp_transpiler.passes.canonicalize.trip_count import trip_count
 from amp_transpiler.passes.pipeline import Context, Pass, Value
 from amp_transpiler.passes.view.feed_shapes import checked_shapes
@@ -295,27 +296,24 @@ def _pieces(op: Operator, sequence: Variable, axis: int, trips: int, env: _Known
         program.add_variable(program.unique(f"{op.label}/{sequence.name}.{i}"), sequence.dtype, thin)
         for i in range(trips)
     ]
-    if program.opset() >= 13:
-        sizes = program.add_constant(f"{op.label}/{sequence.name}.sizes", np.ones(trips, np.int64))
-        _add(op, "Split", [sequence, sizes], slices, axis=axis)
-    else:
-        _add(op, "Split", [sequence], slices, axis=axis, split=[1] * trips)
+    add_operator(op, "Split", [sequence], slices, axis=axis, split=[1] * trips)
     where = program.add_constant(f"{op.label}/axis", np.array([axis], np.int64))
     found = []
     for piece in slices:
         one = program.add_variable(
             program.unique(f"{piece.name}.value"), sequence.dtype, (*shape[:axis], *shape[axis + 1 :])
         )
-        _squeeze(op, piece, where, axis, one)
+        _with_axis(op, "Squeeze", piece, where, axis, one)
         found.append(one)
     return found
 
 
-def _squeeze(op: Operator, piece: Variable, where: Variable, axis: int, out: Variable) -> None:
+def _with_axis(op: Operator, type_: str, x: Variable, where: Variable, axis: int, out: Variable) -> None:
+    """A Squeeze or Unsqueeze: all those of one value in all turns share ``where``, which holds the axis."""
     if op.program.opset() >= 13:
-        _add(op, "Squeeze", [piece, where], [out])
+        _add(op, type_, [x, where], [out])
     else:
-        _add(op, "Squeeze", [piece], [out], axes=[axis])
+        _add(op, type_, [x], [out], axes=[axis])
 
 
 def _stack(op: Operator, row: list[Variable], axis: int) -> Variable:
@@ -329,10 +327,7 @@ def _stack(op: Operator, row: list[Variable], axis: int) -> Variable:
     for value in row:
         size = None if shape is None else (*shape[:axis], 1, *shape[axis:])
         thin = program.add_variable(program.unique(f"{value.name}.row"), first.dtype, size)
-        if program.opset() >= 13:
-            _add(op, "Unsqueeze", [value, where], [thin])
-        else:
-            _add(op, "Unsqueeze", [value], [thin], axes=[axis])
+        _with_axis(op, "Unsqueeze", value, where, axis, thin)
         apart.append(thin)
     whole = None if shape is None else (*shape[:axis], len(row), *shape[axis:])
     out = program.add_variable(program.unique(f"{first.name}.rows"), first.dtype, whole)

@@ -27,7 +27,7 @@ from amp_transpiler.passes.canonicalize.matching import (
     only_reader,
     reduced_axes,
     remove,
-    squares,
+    squaring,
 )
 from amp_transpiler.passes.pipeline import Context, Pass
 from amp_transpiler.passes.view.constants import constant_content
@@ -357,8 +357,8 @@ def _none_infinite(equal: Operator | None, mean: Variable | None) -> bool:
 
 def _squared(variable: Variable | None) -> Variable | None:
     """What the variable is the square of."""
-    power = maker(variable, "Pow") or maker(variable, "Mul")
-    return power.input(0) if power is not None and squares(power) else None
+    power = squaring(variable)
+    return None if power is None else power.input(0)
 
 
 @dataclass(frozen=True)

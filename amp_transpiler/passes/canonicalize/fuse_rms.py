@@ -25,7 +25,7 @@ from amp_transpiler.passes.canonicalize.matching import (
     number,
     reduced_axes,
     remove,
-    squares,
+    squaring,
 )
 from amp_transpiler.passes.pipeline import Context, Pass
 from amp_transpiler.passes.view.of_type import of_type
@@ -63,8 +63,8 @@ def _found(root: Operator) -> _Norm | None:
     if maker(root.input(0), "Add") is None:
         summed, epsilon = root.input(0), 0.0  # an exporter has dropped one that was next to nothing
     mean = maker(summed, "ReduceMean") or maker(summed, "ReduceSum")
-    square = None if mean is None else maker(mean.input(0), "Pow") or maker(mean.input(0), "Mul")
-    if mean is None or square is None or epsilon is None or not squares(square):
+    square = None if mean is None else squaring(mean.input(0))
+    if mean is None or square is None or epsilon is None:
         return None
     x, axes = square.input(0), reduced_axes(mean)
     if x is None or x.dtype != "float32" or not axes or mean.attrs.get("keepdims", 1) != 1:
@@ -122,8 +122,8 @@ def keep_root_mean_squares(program: Graph) -> list[str]:
     for root in program.operators:
         summed, epsilon = added_number(root.input(0)) if root.type == "Sqrt" and not root.domain else (None, None)
         mean = maker(summed, "ReduceMean")
-        square = None if mean is None else maker(mean.input(0), "Pow") or maker(mean.input(0), "Mul")
-        if mean is None or square is None or epsilon is None or not squares(square) or FULL in root.metadata:
+        square = None if mean is None else squaring(mean.input(0))
+        if mean is None or square is None or epsilon is None or FULL in root.metadata:
             continue
         made = root.outputs[0]
         assert made is not None and root.inputs[0] is not None and root.inputs[0].producer is not None

@@ -18,6 +18,7 @@ from amp_transpiler.ir.metadata import NORM
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves
 from amp_transpiler.passes.canonicalize.matching import added_number, remove, squares
+from amp_transpiler.passes.canonicalize.opset import add_operator
 from amp_transpiler.passes.view.of_type import of_type
 
 #: The least root of an epsilon: eight steps of float16's smallest numbers, to one of which it is rounded.
@@ -73,7 +74,7 @@ def _under(root: Operator, outputs: set[Variable], names: frozenset[str], keep: 
             else:
                 pending.append(other)
                 found.number = number
-        elif op.type in ("Mul", "Pow") and squares(op) and op.inputs[0] is not None:
+        elif squares(op) and op.inputs[0] is not None:
             found.terms.append(op.inputs[0])
         else:
             return None
@@ -104,34 +105,16 @@ def _write(root: Operator, made: Variable, found: _Root) -> None:
     needed = set(found.terms)
     remove(root, needed)
 
-    def add(type_: str, inputs: Sequence[Variable | None], out: Variable | None, **attrs: object) -> Variable:
-        shape = (*(found.terms[0].shape or ()), len(found.terms))
-        out = out or program.add_variable(program.unique(f"{made.name}.{type_.lower()}"), "float32", shape)
-        op = program.add_operator(type_, inputs, [out], attrs=attrs, name=root.name if out is made else "", like=root)
-        if out is made:
-            op.metadata[NORM] = "of a sum of squares"
+    def add(type_: str, inputs: Sequence[Variable], size: int, **attrs: object) -> Variable:
+        shape = (*(found.terms[0].shape or ()), size)
+        out = program.add_variable(program.unique(f"{made.name}.{type_.lower()}"), "float32", shape)
+        add_operator(root, type_, inputs, [out], **attrs)
         return out
 
-    def integers(word: str, *numbers: int) -> Variable:
-        return program.add_constant(f"{made.name}.{word}", np.array(numbers, np.int64))
-
-    opset, columns = program.opset(), []
-    for term in found.terms:
-        if opset < 13:
-            columns.append(add("Unsqueeze", [term], None, axes=[rank]))
-        else:
-            columns.append(add("Unsqueeze", [term, integers("axis", rank)], None))
-        columns[-1].shape = (*(term.shape or ()), 1)
-    vector = add("Concat", columns, None, axis=rank) if len(columns) > 1 else columns[0]
+    columns = [add("Unsqueeze", [term], 1, axes=[rank]) for term in found.terms]
+    vector = add("Concat", columns, len(columns), axis=rank) if len(columns) > 1 else columns[0]
     if found.number:
         pads, value = [0] * (2 * rank + 1) + [1], float(np.float16(math.sqrt(found.number)))
-        if opset < 11:
-            vector = add("Pad", [vector], None, pads=pads, value=value)
-        else:
-            filled = program.add_constant(f"{made.name}.epsilon", np.array(value, np.float32))
-            vector = add("Pad", [vector, integers("pads", *pads), filled], None)
-        vector.shape = (*(found.terms[0].shape or ()), len(found.terms) + 1)
-    if opset < 18:
-        add("ReduceL2", [vector], made, axes=[rank], keepdims=0)
-    else:
-        add("ReduceL2", [vector, integers("axes", rank)], made, keepdims=0)
+        vector = add("Pad", [vector], len(columns) + 1, pads=pads, value=value)
+    norm = add_operator(root, "ReduceL2", [vector], [made], axes=[rank], keepdims=0)
+    norm.name, norm.metadata[NORM] = root.name, "of a sum of squares"

@@ -66,11 +66,17 @@ def lower_bound(op: Operator) -> float | None:
 
 
 def squares(op: Operator) -> bool:
-    """Whether a Mul or Pow squares its first operand."""
-    if op.type == "Mul":
+    """Whether an operator is a Mul or Pow that squares its first operand."""
+    if op.type == "Mul" and not op.domain:
         return op.input(0) is op.input(1)
-    data = constant_content(op.input(1))
+    data = constant_content(op.input(1)) if op.type == "Pow" and not op.domain else None
     return data is not None and bool((as_array(data).reshape(-1) == 2).all())
+
+
+def squaring(variable: Variable | None) -> Operator | None:
+    """The Mul or Pow that makes the variable, where it squares its first operand."""
+    op = None if variable is None else variable.producer
+    return op if op is not None and squares(op) else None
 
 
 def reduced_axes(op: Operator) -> list[int] | None:

@@ -7,7 +7,7 @@ version they were written in until they are trained, or lowered for a place that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -124,6 +124,17 @@ def _convert(op: Operator, version: int, target: int) -> None:
     for upto, adapter in _ADAPTERS.get(op.type, []):
         if old < upto <= target:
             adapter(op)
+
+
+def add_operator(
+    like: Operator, type_: str, inputs: Sequence[Variable | None], outputs: Sequence[Variable | None], **attrs: Any
+) -> Operator:
+    """An operator beside another one, given as the oldest opset has it, in the form of its program's opset."""
+    op = like.program.add_operator(type_, inputs, outputs, attrs=attrs, like=like)
+    for since, adapter in _ADAPTERS.get(type_, []):
+        if since <= op.program.opset():
+            adapter(op)
+    return op
 
 
 def _adapter(upto: int, *types: str) -> Callable[[Adapter], Adapter]:

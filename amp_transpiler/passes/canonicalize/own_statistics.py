@@ -17,7 +17,7 @@ from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import numpy_dtype
-from amp_transpiler.passes.canonicalize.matching import maker, reduced_axes, remove, squares
+from amp_transpiler.passes.canonicalize.matching import maker, reduced_axes, remove, squaring
 from amp_transpiler.passes.view.constants import constant_content
 from amp_transpiler.passes.view.of_type import of_type
 
@@ -49,8 +49,8 @@ def _found(op: Operator) -> _Rows | None:
     if op.attrs.get("training_mode", 0) or any(v is not None for v in op.outputs[1:]):
         return None
     square = _mean(variance, keeps=False)
-    product = maker(square, "Mul") or maker(square, "Pow")
-    centred = maker(product.input(0), "Sub") if product is not None and squares(product) else None
+    product = squaring(square)
+    centred = None if product is None else maker(product.input(0), "Sub")
     own = centred is not None and centred.input(0) is x and _mean(centred.input(1), keeps=True) is x
     return _Rows(op, x, scale, bias) if own and _mean(mean, keeps=False) is x else None
 

@@ -21,7 +21,8 @@ from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.metadata import NORM
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array
-from amp_transpiler.passes.canonicalize.matching import maker, number, only_reader, reduced_axes, remove, squares
+from amp_transpiler.passes.canonicalize.matching import number, only_reader, reduced_axes, remove, squaring
+from amp_transpiler.passes.canonicalize.opset import add_operator
 from amp_transpiler.passes.view.constants import constant_content
 from amp_transpiler.passes.view.of_type import of_type
 
@@ -44,9 +45,8 @@ def write_as_norms(program: Graph, names: frozenset[str], keep: frozenset[Operat
         made = mean.output(0)
         if made is None or made.producer is not mean:
             continue
-        square = maker(mean.input(0), "Pow") or maker(mean.input(0), "Mul")
-        axes = reduced_axes(mean)
-        if square is None or axes is None or not squares(square) or square.output(0) in program.outputs:
+        square, axes = squaring(mean.input(0)), reduced_axes(mean)
+        if square is None or axes is None or square.output(0) in program.outputs:
             continue
         x = square.inputs[0]
         if x is None or x.dtype != "float32" or x.shape is None:
@@ -122,7 +122,7 @@ class _Found:
                 other = next(v for v in product.inputs if v is not op.output(0))
                 result, name = product.outputs[0], product.name
                 self.program.remove_operator(product)
-                self._add("Div", [other, norm], [result], name=name)
+                self._add("Div", [other, norm], result, name)
         for op in dict.fromkeys(op for op, product in quotients or () if op is not product):
             remove(op, set())
         if root.program.has_var(out.name) and out.producer is root:
@@ -136,7 +136,7 @@ class _Found:
             return False
         norm = self._scaled(self._norm(self.x, self.axes, self.made.shape), 1 / math.sqrt(self.count))
         remove(self.mean, {self.x})
-        self._add("Mul", [norm, norm], [self.made], name=self.mean.name)
+        self._add("Mul", [norm, norm], self.made, self.mean.name)
         return True
 
     def _root(self) -> _Root | None:
@@ -210,11 +210,8 @@ class _Found:
         return True
 
     # -- new operators -----------------------------------------------------------------------------------
-    def _add(
-        self, type_: str, inputs: Sequence[Variable | None], outputs: Sequence[Variable | None], **more: object
-    ) -> Operator:
-        name = str(more.pop("name", ""))
-        return self.program.add_operator(type_, inputs, outputs, attrs=dict(more), name=name, like=self.mean)
+    def _add(self, type_: str, inputs: Sequence[Variable | None], output: Variable | None, name: str = "") -> None:
+        self.program.add_operator(type_, inputs, [output], name=name, like=self.mean)
 
     def _new(self, shape: object) -> Variable:
         name = self.program.unique(f"{self.made.name}.norm")
@@ -222,10 +219,7 @@ class _Found:
 
     def _norm(self, x: Variable, axes: Sequence[int], shape: object) -> Variable:
         out, keep = self._new(shape), int(shape == self._kept_shape())
-        if self.program.opset() < 18:
-            op = self._add("ReduceL2", [x], [out], axes=list(axes), keepdims=keep)
-        else:
-            op = self._add("ReduceL2", [x, self._integers(axes)], [out], keepdims=keep)
+        op = add_operator(self.mean, "ReduceL2", [x], [out], axes=list(axes), keepdims=keep)
         op.metadata[NORM] = "of a mean square"
         return out
 
@@ -236,18 +230,11 @@ class _Found:
         pads[rank + axis] = 1
         shape = None if x.shape is None else tuple(2 if i == axis else size for i, size in enumerate(x.shape))
         out = self._new(shape)
-        if self.program.opset() < 11:
-            self._add("Pad", [x], [out], pads=pads, value=value)
-        else:
-            filled = self.program.add_constant(f"{self.made.name}.epsilon", np.array(value, np.float32))
-            self._add("Pad", [x, self._integers(pads), filled], [out])
+        add_operator(self.mean, "Pad", [x], [out], pads=pads, value=value)
         return out
 
     def _scaled(self, x: Variable, factor: float) -> Variable:
         number = self.program.add_constant(f"{self.made.name}.factor", np.array(factor, np.float32))
         out = self._new(x.shape)
-        self._add("Mul", [x, number], [out])
+        self._add("Mul", [x, number], out)
         return out
-
-    def _integers(self, numbers: Sequence[int]) -> Variable:
-        return self.program.add_constant(f"{self.made.name}.axes", np.array(numbers, np.int64))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.passes.canonicalize.matching import added_number, drop_unread, maker, number, squares
+from amp_transpiler.passes.canonicalize.matching import added_number, drop_unread, maker, number, squaring
 from amp_transpiler.passes.view.of_type import of_type
 
 
@@ -34,8 +34,7 @@ def _of_squares(variable: Variable | None) -> bool:
     if maker(read, "ReduceSumSquare") is not None:
         return True
     total = maker(read, "ReduceMean") or maker(read, "ReduceSum")
-    square = None if total is None else maker(total.input(0), "Pow") or maker(total.input(0), "Mul")
-    return square is not None and squares(square)
+    return total is not None and squaring(total.input(0)) is not None
 
 
 def _write(power: Operator, inverse: bool) -> None:

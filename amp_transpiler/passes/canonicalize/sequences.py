@@ -9,6 +9,7 @@ import numpy as np
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.passes.canonicalize.opset import add_operator
 
 #: Pieces that one sequence may have.
 _MOST = 256
@@ -127,10 +128,7 @@ def _split(op: Operator) -> list[Variable] | None:
     axis %= len(x.shape)
     shapes = [(*x.shape[:axis], n, *x.shape[axis + 1 :]) for n in sizes]
     made = [program.add_variable(program.unique(f"{op.label}/{i}"), x.dtype, shape) for i, shape in enumerate(shapes)]
-    if program.opset() < 13:
-        _add(op, "Split", [x], made, axis=axis, split=sizes)
-    else:
-        _add(op, "Split", [x, program.add_constant(f"{op.label}/sizes", np.array(sizes, np.int64))], made, axis=axis)
+    add_operator(op, "Split", [x], made, axis=axis, split=sizes)
     if given is None and not op.attrs.get("keepdims", 1):
         made = [_changed(op, "Squeeze", v, axis, (*x.shape[:axis], *x.shape[axis + 1 :])) for v in made]
     return made
@@ -145,10 +143,7 @@ def _changed(op: Operator, type_: str, x: Variable, axis: int, shape: tuple[int 
     """The tensor with one dimension more or less."""
     program = op.program
     out = program.add_variable(program.unique(f"{x.name}.{type_.lower()}"), x.dtype, shape)
-    if program.opset() < 13:
-        _add(op, type_, [x], [out], axes=[axis])
-    else:
-        _add(op, type_, [x, program.add_constant(f"{x.name}.axis", np.array([axis], np.int64))], [out])
+    add_operator(op, type_, [x], [out], axes=[axis])
     return out
 
 
@@ -161,11 +156,4 @@ def _index(op: Operator, slot: int) -> int | None:
 def _instead(op: Operator, type_: str, inputs: Sequence[Variable], out: Variable, **attrs: object) -> None:
     """Another operator makes what ``op`` made."""
     op.program.remove_operator(op)
-    _add(op, type_, inputs, [out], **attrs)
-
-
-def _add(
-    like: Operator, type_: str, inputs: Sequence[Variable], outputs: Sequence[Variable | None], **attrs: object
-) -> None:
-    name = like.name if len(outputs) == 1 and outputs[0] is like.output(0) else ""
-    like.program.add_operator(type_, inputs, outputs, attrs=dict(attrs), name=name, like=like)
+    op.program.add_operator(type_, inputs, [out], attrs=attrs, name=op.name, like=op)

@@ -25,6 +25,7 @@ from amp_transpiler.passes.canonicalize.matching import (
     remove,
     squares,
 )
+from amp_transpiler.passes.canonicalize.opset import add_operator
 from amp_transpiler.passes.canonicalize.root_mean_squares import LEAST_ROOT
 from amp_transpiler.passes.view.of_type import of_type
 
@@ -120,11 +121,7 @@ def _write(last: Operator, found: _Length) -> None:
     assert out is not None and x.shape is not None
     shape = tuple(1 if axis in found.axes else size for axis, size in enumerate(x.shape))
     length = program.add_variable(program.unique(f"{x.name}.norm"), x.dtype, shape)
-    if program.opset() < 18:
-        norm = program.add_operator("ReduceL2", [x], [length], attrs={"axes": found.axes, "keepdims": 1}, like=last)
-    else:
-        axes = program.add_constant(f"{x.name}.axes", np.array(found.axes, np.int64))
-        norm = program.add_operator("ReduceL2", [x, axes], [length], attrs={"keepdims": 1}, like=last)
+    norm = add_operator(last, "ReduceL2", [x], [length], axes=found.axes, keepdims=1)
     norm.metadata[NORM] = "of a vector that it divides"
     if found.floor:
         floor = np.float16(max(found.floor, LEAST_HALF))
