@@ -26,7 +26,6 @@ from amp_transpiler.file_targets import check_space, same_file
 from amp_transpiler.files import Group, check_outputs, put
 from amp_transpiler.ir.external import check_unnamed
 from amp_transpiler.ir.locations import model_files, model_size, total_size
-from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.onnx_out import save
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.budget import available_memory
@@ -154,8 +153,8 @@ def _ranges(texts: list[str]) -> dict[str, tuple[float, float]]:
 
 
 def _summary(program: Program, arguments: argparse.Namespace, before: int, after: int) -> str:
-    own = [op for op in program.walk() if not inserted(op)]
-    casts = sum(inserted(op) for op in program.walk())
+    own = [op for op in program.walk() if not op.inserted]
+    casts = sum(op.inserted for op in program.walk())
     done = program.conversion
     halves = sum(op.precision == done.dtype for op in own)
     lines = [

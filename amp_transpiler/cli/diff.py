@@ -6,7 +6,6 @@ import argparse
 from collections import Counter
 
 from amp_transpiler.cli.terminal import printable
-from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.passes.view.constants import stored_bytes
 from amp_transpiler.passes.view.names import label
@@ -51,7 +50,7 @@ def _precision(op: Operator) -> str:
 
 def _keyed(program: Program) -> dict[tuple[str, str], Operator]:
     """Operators by type and name; without a name, by what they were written to make. Inserted casts left out."""
-    return {(op.full_type, op.name or label(op)): op for op in program.walk() if not inserted(op)}
+    return {(op.full_type, op.name or label(op)): op for op in program.walk() if not op.inserted}
 
 
 def _operators(before: Program, after: Program, every: bool) -> list[str]:
@@ -69,7 +68,7 @@ def _operators(before: Program, after: Program, every: bool) -> list[str]:
             if (type_, name) not in there:
                 missing.setdefault(type_, []).append(name)
         lines += [f"{len(names)} {type_} {title}: {_some(names, every)}" for type_, names in sorted(missing.items())]
-    casts = [sum(inserted(op) for op in program.walk()) for program in (before, after)]
+    casts = [sum(op.inserted for op in program.walk()) for program in (before, after)]
     if casts[0] != casts[1]:
         lines.append(f"inserted casts: {casts[0]} -> {casts[1]}")
     return lines

@@ -12,7 +12,6 @@ from amp_transpiler.conversion.conversion_options import ConversionOptions
 from amp_transpiler.conversion.converting import convert_with
 from amp_transpiler.conversion.report.summary import group
 from amp_transpiler.errors import ArgumentError
-from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.patterns import matching
 from amp_transpiler.passes.view.names import label as plain_label
@@ -80,7 +79,7 @@ def _groups(program: Program) -> str:
     groups: dict[str, list[Operator]] = {}
     casts = 0
     for op in program.walk():
-        if inserted(op):
+        if op.inserted:
             casts += 1
         else:
             groups.setdefault(printable(group(op.why)) or "no reason recorded", []).append(op)

@@ -8,7 +8,6 @@ from collections import Counter
 from amp_transpiler.cli import cost, plan_ranks
 from amp_transpiler.cli.diff import sizes
 from amp_transpiler.cli.terminal import printable
-from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.passes.canonicalize.inlining import TryInlineFunctions
@@ -29,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     program = Program.from_onnx(options.model)
     print(_operators(program))
     casts = [op for op in program.walk() if op.type == "Cast"]
-    print(f"casts: {len(casts)}, of which inserted by a conversion: {sum(map(inserted, casts))}")
+    print(f"casts: {len(casts)}, of which inserted by a conversion: {sum(op.inserted for op in casts)}")
     held = sizes(program)
     print(f"weights: {', '.join(f'{size:,} bytes {dtype}' for dtype, size in sorted(held.items())) or 'none'}")
     for kind, variables in (("input", program.inputs), ("output", program.outputs)):

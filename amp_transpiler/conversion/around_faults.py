@@ -10,6 +10,7 @@ import onnx
 from amp_transpiler.conversion.conversion_options import OPTIONS
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.annotate import annotate
+from amp_transpiler.ir.attributes import attributes_of
 from amp_transpiler.ir.clone import clone
 from amp_transpiler.ir.decompose import Entry, Parts, decomposition_of, write_instead
 from amp_transpiler.ir.emitter import Emitter, Value
@@ -108,7 +109,7 @@ def _body(kind: str) -> Entry:
             raise GraphError(f"operator '{op.label}' ({op.type}) stays as it is, and its kernel there is wrong")
         made = known | {n: d.const(onnx.numpy_helper.to_array(t)) for n, t in e.initializers.items() if n not in known}
         for node in e.nodes:
-            attrs = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+            attrs = attributes_of(node)
             while not node.input[-1]:  # see passes/lowering/fitting.py
                 del node.input[-1]
             read = [made[name] if name else None for name in node.input]

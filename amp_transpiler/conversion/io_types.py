@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.precision.casts import add_cast
@@ -74,7 +73,7 @@ def _narrow_output(program: Graph, variable: Variable, dtype: str) -> None:
         return  # an input that is an output at once: it was narrowed as an input, or is fp32 for its readers
     slot = program.outputs.index(variable)
     program.rename_variable(variable, program.unique(f"{name}.fp32"))
-    narrow = producer.inputs[0] if inserted(producer) else None
+    narrow = producer.inputs[0] if producer.inserted else None
     if narrow is not None and narrow.dtype == dtype and narrow not in program.outputs and narrow.producer is not None:
         program.rename_variable(narrow, name)
     else:
@@ -86,7 +85,7 @@ def _narrow_output(program: Graph, variable: Variable, dtype: str) -> None:
         else:
             program.rename_variable(narrow, name)
     program.outputs[slot] = narrow
-    if inserted(producer) and not variable.readers:
+    if producer.inserted and not variable.readers:
         program.remove_operator(producer)
         program.remove_variable(variable)
 
@@ -94,7 +93,7 @@ def _narrow_output(program: Graph, variable: Variable, dtype: str) -> None:
 def _cast_of(variable: Variable, dtype: str) -> Operator | None:
     for op, _ in variable.readers:
         made = op.output(0)
-        if inserted(op) and made is not None and made.dtype == dtype:
+        if op.inserted and made is not None and made.dtype == dtype:
             return op
     return None
 

@@ -21,6 +21,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from amp_transpiler.export.sixteen_bits import SixteenBits
+from amp_transpiler.ir.attributes import attributes_of
 from amp_transpiler.ir.control import CONTROL
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.lists._kernels import has_kernel
@@ -116,7 +117,7 @@ class _Graph:
 
     def _is_plain_product(self, node: onnx.NodeProto) -> bool:
         """Whether it multiplies 16-bit numbers, and no build has a kernel of its own for its shapes."""
-        held = _attributes(node)
+        held = attributes_of(node)
         scales = [held.get("alpha", 1.0), held.get("beta", 1.0) if len(node.input) > 2 else 1.0]
         if node.op_type in ("MatMul", "Gemm"):
             shape = self.types[node.output[0]][1]
@@ -133,7 +134,7 @@ class _Graph:
     def _has_single_filters(self, node: onnx.NodeProto) -> bool:
         """Whether it is a convolution with one filter for a group, as a depthwise one, whose sums go other ways."""
         weight = self._shape(node.input[1])
-        return node.op_type == "Conv" and (weight is None or weight[0] == _attributes(node).get("group", 1))
+        return node.op_type == "Conv" and (weight is None or weight[0] == attributes_of(node).get("group", 1))
 
     def _has_positions(self, node: onnx.NodeProto) -> bool:
         """Whether filters are applied at several places: sums of one alone are those of a product with a vector."""
@@ -142,8 +143,8 @@ class _Graph:
 
     def _covers(self, node: onnx.NodeProto) -> bool:
         """Whether each filter is as large as an image."""
-        held, image, weight = _attributes(node), self._shape(node.input[0]), self._shape(node.input[1])
-        padded = any(held.get("pads", ())) or held.get("auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID")
+        held, image, weight = attributes_of(node), self._shape(node.input[0]), self._shape(node.input[1])
+        padded = any(held.get("pads", ())) or held.get("auto_pad", "NOTSET") not in ("NOTSET", "VALID")
         if image is None or weight is None or padded or held.get("group", 1) != 1:
             return False
         return image[1:] == weight[1:]
@@ -197,7 +198,7 @@ class _Graph:
     # -- functions of parts that are the same everywhere -------------------------------------------------
     def _hard(self, node: onnx.NodeProto) -> None:
         """Add the line of its product and its sum, each rounded, and its bounds."""
-        held, operand, result = _attributes(node), node.input[0], node.output[0]
+        held, operand, result = attributes_of(node), node.input[0], node.output[0]
         slope, height = _HARD[node.op_type]
         swish = node.op_type == "HardSwish"
         numbers = {"slope": held.get("alpha", slope), "height": held.get("beta", height), "first": 0.0, "last": 1.0}
@@ -211,7 +212,7 @@ class _Graph:
 
     def _turns_heads(self, node: onnx.NodeProto) -> bool:
         """Whether it is onnxruntime's, turns whole heads, and the sizes and the positions are known."""
-        held, shape = _attributes(node), self._shape(node.input[0])
+        held, shape = attributes_of(node), self._shape(node.input[0])
         unusual = [held.get(name) for name in ("rotary_embedding_dim", "is_packed_batching")]
         usual = not any(unusual) and held.get("scale", 1.0) == 1
         counted = shape is not None and (len(shape) == 4 or held.get("num_heads", 0) > 0)
@@ -221,7 +222,7 @@ class _Graph:
         """Add the products with cosines and sines, and their sums, each rounded."""
         result, x, shape = node.output[0], node.input[0], self._shape(node.input[0]) or ()
         places, size = (
-            (shape[2], shape[3]) if len(shape) == 4 else (shape[1], shape[2] // _attributes(node)["num_heads"])
+            (shape[2], shape[3]) if len(shape) == 4 else (shape[1], shape[2] // attributes_of(node)["num_heads"])
         )
         at = onnx.numpy_helper.to_array(self.constants[node.input[1]])
         at = at if at.ndim == 2 else (at + np.arange(places))[None]
@@ -234,7 +235,7 @@ class _Graph:
             self._emit(
                 "Unsqueeze", [f"{result}/{name}0", self._constant(f"{result}/{name}1", [axis])], f"{result}/{name}"
             )
-        pairs = bool(_attributes(node).get("interleaved"))
+        pairs = bool(attributes_of(node).get("interleaved"))
         self._take_apart(result, heads, size, pairs)
         for half, table in itertools.product("ab", "cs"):
             self._emit("Mul", [f"{result}/{half}", f"{result}/{table}"], f"{result}/{half}{table}")
@@ -315,7 +316,3 @@ class _Graph:
         array: np.ndarray = np.array(values, dtype)
         self.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
         return name
-
-
-def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
-    return {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 import numpy as np
 import onnx
 
-from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.parameter_names import made_up
 from amp_transpiler.ir.tensors import as_array
@@ -74,7 +73,7 @@ def name_of(op: Operator, slot: int) -> str:
 
 def module_of(op: Operator) -> str:
     """The path of the module that an operator belongs to; "" where it has none."""
-    if inserted(op):
+    if op.inserted:
         return ""
     parts: list[str] = []
     for part in op.scope.split("/"):

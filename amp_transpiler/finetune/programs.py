@@ -13,7 +13,6 @@ from amp_transpiler.finetune.last_activation import Applied, probabilities
 from amp_transpiler.finetune.options import OPTIMIZERS, FitOptions
 from amp_transpiler.finetune.prepare import Preparation, control_flow_left, prepare_training
 from amp_transpiler.ir import unique_name
-from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.lists import AutoMixedPrecisionLists
@@ -159,7 +158,7 @@ def _prediction(program: Program, options: FitOptions, say: Callable[[str], None
     out = found[0]
     if len(floats) > 1 and not options.target:
         say(f"the model has {len(floats)} float outputs; the loss reads the first, '{out.name}'")
-    while inserted(out.producer) and out.producer is not None and out.producer.inputs[0] is not None:
+    while out.producer is not None and out.producer.inserted and out.producer.inputs[0] is not None:
         out = out.producer.inputs[0]  # a 16-bit output; the loss reads what it is rounded from
     out = _before_activation(out, options, say)
     if not out.shape:

@@ -50,6 +50,11 @@ def _decode(proto: onnx.AttributeProto) -> Any:
     return value
 
 
+def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
+    """The attributes of a node as python values: text decoded, graphs as they are."""
+    return {proto.name: _decode(proto) for proto in node.attribute}
+
+
 class Attributes(MutableMapping[str, Any]):
     """A mapping name -> value, in order. Graph attributes are :class:`Graph` objects (or lists of them).
 

@@ -35,11 +35,6 @@ _STATE = PREFIX + "state"
 _TORCH_SCOPES = "pkg.torch.onnx.name_scopes"
 
 
-def inserted(op: Operator | None) -> bool:
-    """Whether a pass inserted this cast."""
-    return op is not None and op.inserted
-
-
 def only_looks(op: Operator) -> bool:
     """Whether an operator is a probe, for which nothing is computed otherwise."""
     return PROBE in op.metadata

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
-from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.monitor.finiteness_probes import floats, nonfinite, operators_of, reads
 from amp_transpiler.monitor.rerun import Rerun
@@ -258,7 +257,7 @@ class _Search:
 
 def called(op: Operator) -> str:
     """An operator's label in a report."""
-    return op.label if inserted(op) else label(op)
+    return op.label if op.inserted else label(op)
 
 
 def _is_wrong(value: Any) -> bool:

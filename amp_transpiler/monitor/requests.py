@@ -7,7 +7,6 @@ from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
 from amp_transpiler.ir import context
-from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import FORWARD, OWN, UPDATE, Variable
 from amp_transpiler.ir.patterns import matching_names
 from amp_transpiler.ops.training.monitor import INSPECT, SUMMARY
@@ -121,9 +120,9 @@ def _size(gradient: Variable) -> int:
 def _scope_group(parameter: Variable) -> str:
     """The part of the model that a parameter belongs to: the outermost scope of the operator that reads it, else what
     its name has before the last point (``fc_0`` of ``fc_0.w_0``), as a pattern."""
-    readers = [op for op, _ in parameter.readers if op.role == FORWARD and not inserted(op)]
+    readers = [op for op, _ in parameter.readers if op.role == FORWARD and not op.inserted]
     for op, _ in parameter.readers:
-        if inserted(op) and op.outputs[0] is not None:
+        if op.inserted and op.outputs[0] is not None:
             readers += [reader for reader, _ in op.outputs[0].readers if reader.role == FORWARD]
     scope = next((op.scope for op in readers if op.scope), "")
     if scope:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import BACKWARD, FORWARD, OWN, Operator, Variable
 from amp_transpiler.ir.opdef import gradient_type
 from amp_transpiler.ir.reasons import Kind
@@ -115,7 +114,7 @@ def in_fp32(program: Graph, black: Callable[[Operator], bool]) -> frozenset[str]
     keep_fp32: set[str] = set()
     forward = [op for op in program.operators if op.role == FORWARD]
     for op in forward:
-        if inserted(op):
+        if op.inserted:
             continue
         gray = op.why is not None and op.why.kind in (Kind.FOLLOWS, Kind.FOLLOWS_WIDENING)
         follows = gray and any(source(v).producer in chosen for v in op.inputs if v is not None)
@@ -123,7 +122,7 @@ def in_fp32(program: Graph, black: Callable[[Operator], bool]) -> frozenset[str]
             chosen[op] = None
             keep_fp32 |= _halves(op.outputs)
     for op in forward:
-        if inserted(op) and _joins(op, chosen, keep_fp32):
+        if op.inserted and _joins(op, chosen, keep_fp32):
             chosen[op] = None
             keep_fp32 |= {v.name for v in op.outputs if v is not None}
     for op in program.operators:

@@ -25,7 +25,7 @@ ALL_REDUCE, ALL_GATHER = "AllReduce", "AllGatherRows"
 
 @exchange(own(ALL_REDUCE), in_place=True, joined=True, on_device=True)
 def _reduce(ranks: Ranks, sent: Sequence[Any], received: Sequence[Any], attrs: Mapping[str, Any]) -> None:
-    ranks.all_reduce(received[0], attrs.get("op", b"mean").decode())
+    ranks.all_reduce(received[0], attrs.get("op", "mean"))
 
 
 @exchange(own(ALL_GATHER), on_device=True)
@@ -36,7 +36,7 @@ def _gather(ranks: Ranks, sent: Sequence[Any], received: Sequence[Any], attrs: M
         if not error.differ:
             raise
         raise DistributedError(
-            f"{error}; table '{attrs['table'].decode()}', whose gradients are sparse, is looked up with as many ids on "
+            f"{error}; table '{attrs['table']}', whose gradients are sparse, is looked up with as many ids on "
             "each rank: pad the batches to one size",
             error.ranks,
             differ=True,

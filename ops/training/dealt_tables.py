@@ -50,7 +50,7 @@ def _ask(ranks: Ranks, sent: Sequence[Any], received: Sequence[Any], attrs: Attr
         asked = ranks.all_to_all([np.array([-1, outside[-1]], np.int64)] * count)
     else:
         asked = ranks.all_to_all([np.append(np.int64(given), part // count) for part in _by_owner(ids, ids, count)])
-    table = attrs["table"].decode()
+    table = attrs["table"]
     for rank, part in enumerate(asked):
         if part[0] < 0:
             wrong = int(part[1]) if part[1] >= 0 else int(part[1]) - rows

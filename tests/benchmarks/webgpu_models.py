@@ -26,7 +26,6 @@ import onnx
 import onnxruntime
 
 import amp_transpiler as amp
-from amp_transpiler.ir.metadata import inserted
 from tests.helpers.converting import faithful, off
 from tests.helpers.webgpu_sessions import PROVIDER, built_in, devices, missing
 
@@ -99,7 +98,7 @@ def measured(name: str, path: Path) -> dict[str, Any]:
     got, found["on CPU"] = run(written, feeds, device=True)
     found["for WebGPU"] = worst(got, wanted)
     found["ratio"] = found["for WebGPU"] / found["storage"]
-    own = [op for op in program.walk() if not inserted(op)]
+    own = [op for op in program.walk() if not op.inserted]
     found["fp16"] = f"{sum(op.precision == 'float16' for op in own)}/{len(own)}"
     found["bytes"] = len(written) / len(raw)
     return found

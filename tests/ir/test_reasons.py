@@ -10,7 +10,6 @@ import onnx
 import pytest
 
 import amp_transpiler as amp
-from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.reasons import Kind, Reason, pack, parse, unpack
 from amp_transpiler.passes.partition.assign_precision import assign
 
@@ -108,7 +107,7 @@ def test_a_file_carries_reasons_and_what_was_inserted() -> None:
     copy = amp.Program.from_onnx(program.to_onnx())
     assert copy.operators[0].why == program.operators[0].why
     assign(program, amp.AutoMixedPrecisionLists(), "mixed", None)
-    casts = [op for op in program.walk() if inserted(op)]
+    casts = [op for op in program.walk() if op.inserted]
     assert len(casts) == 3 and all(op.type == "Cast" for op in casts)
     back = amp.Program.from_onnx(program.to_onnx())
     assert [(op.why, op.inserted) for op in back.walk()] == [(op.why, op.inserted) for op in program.walk()]
@@ -119,7 +118,7 @@ def test_a_name_does_not_steer() -> None:
     """A text that reads like an inserted cast's or a follower's is no such thing."""
     program = program_of("m (float[4] x) => (float[4] y) { h = Cast<to=10>(x) y = Cast<to=1>(h) }")
     program.operators[0].reason = "cast: x to float16"
-    assert not inserted(program.operators[0])
+    assert not program.operators[0].inserted
     why = Reason(Kind.BLACK_NAME, "a: follows b", runs="fp32")
     assert parse(str(why)).kind is Kind.BLACK_NAME and why.group() == "fp32: '…' is in custom_black_varnames"
 

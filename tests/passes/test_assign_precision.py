@@ -11,7 +11,6 @@ import onnx
 import pytest
 
 import amp_transpiler as amp
-from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.partition.assign_precision import Assignment, assign
@@ -38,11 +37,11 @@ def assigned(
 
 
 def precisions(program: amp.Program) -> dict[str, str]:
-    return {op.type: op.precision for op in program.walk() if not inserted(op)}
+    return {op.type: op.precision for op in program.walk() if not op.inserted}
 
 
 def casts(program: amp.Program) -> list[str]:
-    return [op.outputs[0].name for op in program.walk() if inserted(op) and op.outputs[0] is not None]
+    return [op.outputs[0].name for op in program.walk() if op.inserted and op.outputs[0] is not None]
 
 
 def moved(program: amp.Program) -> int:
@@ -187,7 +186,7 @@ def test_casts_to_float32_are_straight_to_16_bit_where_that_is_the_same(dtype: s
         {{ m = Cast<to=1>(i) a = MatMul(x, w) y = Mul(a, m) }}"""
     program = program_of(text)
     assign(program, amp.AutoMixedPrecisionLists(dtype=dtype), "pure", Constraints())
-    own = next(op for op in program.walk() if op.type == "Cast" and not inserted(op))
+    own = next(op for op in program.walk() if op.type == "Cast" and not op.inserted)
     assert own.outputs[0] is not None and own.outputs[0].dtype == target
     onnx.checker.check_model(program.to_onnx(), full_check=True)
     again = amp.Program.from_onnx(program.to_onnx())
@@ -219,7 +218,7 @@ def test_a_branch_that_computes_in_fp32_is_cast_inside() -> None:
     program, _ = assigned(IF.replace("Neg(a)", "Exp(a)"), "pure", custom_black_list=["Exp"])
     program.verify()
     onnx.checker.check_model(program.to_onnx(), full_check=True)
-    nested = {op.type: op.precision for op in program.walk() if op.program.parent is not None and not inserted(op)}
+    nested = {op.type: op.precision for op in program.walk() if op.program.parent is not None and not op.inserted}
     assert nested == {"Relu": "float16", "Exp": "float32"}
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from amp_transpiler.conversion.verdict import Verdict
 from amp_transpiler.ir.locations import model_size
-from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator, Variable, origin
 from amp_transpiler.ir.reasons import Reason
 from amp_transpiler.ir.types import FLOATS
@@ -194,7 +193,7 @@ def _operator(op: Operator, number: dict[Operator, int], index: dict[Variable, i
         op.program.name,
         precision,
         op.why,
-        inserted(op),
+        op.inserted,
         tuple(v.name for v in inputs),
         tuple(v.name for v in outputs),
         tuple(index[origin(v)] for v in inputs),

@@ -15,7 +15,6 @@ from collections.abc import Container, Sequence
 
 from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.emitter import Value
-from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import place_traits
@@ -84,7 +83,7 @@ def emit_biased(storage: EmulatedStorage, product: Operator | None, add: Operato
     a, b, c = (storage.read(op, v) for op, v in zip((product, product, add), variables, strict=True) if v is not None)
     base, alpha = multiple(e, a)
     b, turned = untransposed(e, b)
-    of_a, of_b = (_fixed(storage, v) for v in variables[:2])
+    of_a, of_b = (None if v is None else storage.fixed(v) for v in variables[:2])
     rounds = storage.cpu and e.kernels is not None
     if of_a is not None and of_b is not None and (not storage.cpu or rounds or (len(of_a) > 2 and alpha == 1)):
         count = math.prod(of_a[:-1])
@@ -116,13 +115,15 @@ def emit_biased_softmax(storage: EmulatedStorage, op: Operator) -> bool:
         return False
     if result.dtype not in _ADDS_BIAS:
         return False
-    shape = _fixed(storage, total)
+    shape = storage.fixed(total)
     last = {-1, len(shape) - 1} if shape is not None else ()
     if shape is None or int(op.attrs.get("axis", -1 if op.program.opset() >= 13 else 1)) not in last:
         return False
     for x, bias in (add.inputs, add.inputs[::-1]):
-        spread = _spread(shape, _fixed(storage, bias)) if _fixed(storage, x) == shape else None
-        if spread is not None and x is not None and bias is not None:
+        if x is None or bias is None or storage.fixed(x) != shape:
+            continue
+        spread = _spread(shape, storage.fixed(bias))
+        if spread is not None:
             operands, inner = (storage.read(add, v) for v in (x, bias)), int(spread == "inner")
             storage.env[result.key] = storage.e.op(
                 "BiasSoftmax", *operands, domain=DOMAIN, axis=len(shape) - 1, is_inner_broadcast=inner, shape=shape
@@ -147,10 +148,3 @@ def _spread(shape: tuple[int, ...], bias: tuple[int, ...] | None) -> str | None:
         if all(ones[:at]) and all(same[at:]):
             return "outer"
     return None
-
-
-def _fixed(storage: EmulatedStorage, variable: Variable | None) -> tuple[int, ...] | None:
-    """The shape of a variable where it is fixed."""
-    if variable is None:
-        return None
-    return static(variable.shape if storage.shapes is None else storage.shapes[variable][1])

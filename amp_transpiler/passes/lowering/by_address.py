@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import onnx
 
+from amp_transpiler.ir.attributes import attributes_of
 from amp_transpiler.ir.emitter import Emitter
 from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.node_protos import emitted_node
@@ -86,7 +87,7 @@ def _groups(names: Sequence[str], most: int) -> list[Sequence[str]]:
 
 def _lengths(e: Emitter, node: onnx.NodeProto, feeds: Mapping[str, Shape | None]) -> list[int] | None:
     """How long the pieces are along the axis; None where the run alone knows."""
-    attrs = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    attrs = attributes_of(node)
     if len(node.input) > 1 and node.input[1]:
         sizes = e.initializers.get(node.input[1])
         return None if sizes is None else [int(n) for n in onnx.numpy_helper.to_array(sizes)]

@@ -19,7 +19,7 @@ def emit_column(storage: EmulatedStorage, op: Operator) -> bool:
         return False
     matrix, vector = op.inputs
     assert matrix is not None and vector is not None
-    shape = vector.shape if storage.shapes is None else storage.shapes[vector][1]
+    shape = storage.shape(vector)
     if shape is None or len(shape) != 1 or matrix not in storage.transposed:
         return False
     column = e.Unsqueeze(storage.read(op, vector), e.ints(-1))

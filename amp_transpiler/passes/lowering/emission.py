@@ -21,7 +21,7 @@ from amp_transpiler.ir.decompose import RUNTIME_DOMAINS
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes, constant_array, static, type_proto
-from amp_transpiler.ir.nodes import OWN, Operator, Shape, Variable
+from amp_transpiler.ir.nodes import OWN, Operator, Variable
 from amp_transpiler.ir.opdef import group_inputs, has_lowering_rule, lookup, lowering_rule_of, traits_of
 from amp_transpiler.ir.rule_errors import rule_of
 from amp_transpiler.ir.signature import signature
@@ -267,7 +267,7 @@ class _Emission(EmulatedStorage):
             inputs = [self.real(v, i) if v and i else None for v, i in zip(op.inputs, inputs, strict=True)]
         first = op.outputs[0] if op.outputs else None
         if self.shapes is not None and first is not None:
-            made = by_channel(self.e, op, inputs, static(self.shapes[first][1]))
+            made = by_channel(self.e, op, inputs, self.fixed(first))
             if made is not None:
                 self.env[first.key] = self.finished(first, made, exact)
                 return
@@ -282,8 +282,7 @@ class _Emission(EmulatedStorage):
                 continue
             rounded = self.cpu and v.dtype in HALF
             kind = "float32" if rounded and not real else (v.dtype or "")
-            shape = static(self.shapes[v][1]) if self.shapes is not None else static(v.shape)
-            raw.append(Value(self.e.name(op.type) if rounded else self.named.get(v, v.name), kind, shape))
+            raw.append(Value(self.e.name(op.type) if rounded else self.named.get(v, v.name), kind, self.fixed(v)))
         node.output.extend("" if v is None else v.name for v in raw)
         node.attribute.extend(self.attributes(op, real))
         for name, nested in op.attrs.graphs.items():
@@ -352,7 +351,7 @@ class _Emission(EmulatedStorage):
         states = [(state, v) for state, v in self.updates.items() if state.name not in flat]
         wanted += [(state, v, v.dtype, self.result.updates) for state, v in states]
         for target, variable, dtype, ports_list in wanted:
-            shape = self._shape(variable)
+            shape = self.shape(variable)
             if (variable.key, dtype) not in ports:
                 value = self._output_value(variable, dtype)
                 itself = self.declared and not variable.persistable and value.name == variable.name
@@ -376,7 +375,7 @@ class _Emission(EmulatedStorage):
         for v in self.program.variables:
             if v.key in self.env:
                 value = self.env[v.key]
-                shape = static(self._shape(v)) if value.shape is None else value.shape
+                shape = self.fixed(v) if value.shape is None else value.shape
                 self.result.tensors[v.name] = Value(rename.get(value.name, value.name), value.dtype, shape)
         return outputs, {old: new for old, new in rename.items() if old != new}
 
@@ -386,6 +385,3 @@ class _Emission(EmulatedStorage):
         name = rename[self._held_as(value, flat.dtype).name] = self.e.name(f"{flat.name}@NEW")
         self.result.updates.append(Port(flat.name, name, flat.dtype, flat.rows.shape, flat.segments))
         return onnx.ValueInfoProto(name=name, type=type_proto(flat.dtype, flat.rows.shape))
-
-    def _shape(self, variable: Variable) -> Shape | None:
-        return self.shapes[variable][1] if self.shapes is not None else variable.shape

@@ -11,7 +11,7 @@ import onnx
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes, static
-from amp_transpiler.ir.nodes import BACKWARD, OWN, Operator, Variable
+from amp_transpiler.ir.nodes import BACKWARD, OWN, Operator, Shape, Variable
 from amp_transpiler.ir.opdef import lookup, lowering_rule_of, traits_of
 from amp_transpiler.ir.tensors import as_array, tensor_type, to_proto
 from amp_transpiler.ir.types import HALF
@@ -84,7 +84,7 @@ class EmulatedStorage:
         """The same, with its shape; GraphError where that is not fixed."""
         value = self.env[variable.key]
         if value.shape is None and self.shapes is not None:
-            shape = static(self.shapes[variable][1])
+            shape = self.fixed(variable)
             if shape is None:
                 self.shapes.shape(variable)  # raises, naming the variable
             self.env[variable.key] = Value(value.name, value.dtype, shape)
@@ -95,7 +95,7 @@ class EmulatedStorage:
 
         Such as those that data decide. CPUs have a kernel of every standard operator that always has a rule.
         """
-        return not self.needs_sizes(op) and any(v is not None and self._fixed(v) is None for v in op.inputs)
+        return not self.needs_sizes(op) and any(v is not None and self.fixed(v) is None for v in op.inputs)
 
     def needs_sizes(self, op: Operator) -> bool:
         """Whether an operator cannot run on sizes that are not known: it has a rule, and no kernel of the CPU's."""
@@ -109,12 +109,12 @@ class EmulatedStorage:
         if kernels is None or first is None or op.attrs.graphs or first.name in self.keep_fp32:
             return False
         given = [
-            None if v is None or i is None else Value(i.name, (self.stands_for(v, i)).dtype, self._fixed(v))
+            None if v is None or i is None else Value(i.name, (self.stands_for(v, i)).dtype, self.fixed(v))
             for v, i in zip(op.inputs, inputs, strict=True)
         ]
         kinds = ["" if v is None else v.dtype or "" for v in op.outputs]
         with self.e.emulation(self.cpu):
-            made = kernels(self.e, op.full_type, given, kinds, self._fixed(first), op.attrs)
+            made = kernels(self.e, op.full_type, given, kinds, self.fixed(first), op.attrs)
         for variable, value in zip(op.outputs, made or (), strict=False):
             if variable is not None:
                 self.env[variable.key] = self.finished(variable, value, exact)
@@ -129,8 +129,13 @@ class EmulatedStorage:
         """The tensors whose sizes data decide."""
         return [self.env[v.key].name for v in (self.shapes.decided if self.shapes else ()) if v.key in self.env]
 
-    def _fixed(self, variable: Variable) -> tuple[int, ...] | None:
-        return static(variable.shape if self.shapes is None else self.shapes[variable][1])
+    def fixed(self, variable: Variable) -> tuple[int, ...] | None:
+        """The shape of a variable where it is fixed."""
+        return static(self.shape(variable))
+
+    def shape(self, variable: Variable) -> Shape | None:
+        """The shape of a variable, as far as the sizes of feeds say it."""
+        return variable.shape if self.shapes is None else self.shapes[variable][1]
 
     def stands_for(self, variable: Variable, value: Value) -> Value:
         """The fp32 tensor of a 16-bit variable as a value of its type."""

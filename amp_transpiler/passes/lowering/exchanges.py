@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import onnx
 
+from amp_transpiler.ir.attributes import attributes_of
 from amp_transpiler.ir.exchange_call import ORDER, Exchange
 from amp_transpiler.ir.infer import type_proto
 from amp_transpiler.ir.nodes import OWN
@@ -75,7 +76,7 @@ def taken_apart(
     """
     types = _types(model)
     nodes = _apart(model, types)
-    attrs = {i: _attributes(node) for i, node in enumerate(nodes) if _call(node) is not None}
+    attrs = {i: attributes_of(node) for i, node in enumerate(nodes) if _call(node) is not None}
     numbers = {i: attrs[i].pop(ORDER, i) for i in attrs}
     calls = {i: call for i in sorted(attrs, key=numbers.__getitem__) if (call := _call(nodes[i])) is not None}
     maker = {name: i for i, node in enumerate(nodes) for name in node.output if name}
@@ -116,10 +117,6 @@ def by_itself(model: onnx.ModelProto) -> onnx.ModelProto:
             else:
                 _repeat(whole.graph, types[sent], types[received])
     return whole
-
-
-def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
-    return {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
 
 
 def _types(model: onnx.ModelProto) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ import numpy as np
 import onnx
 
 from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.attributes import attributes_of
 from amp_transpiler.ir.control import every_node, nested_graphs
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.infer import constant_tensor
@@ -228,7 +229,7 @@ class _Fitting:
         def integers(slot: int) -> list[int] | None:
             return integers_in(self.e, self._value(node.input[slot])) if slot < len(node.input) else None
 
-        call = Call(self.lowered.place, _attributes(node), dtypes, shapes, sum(map(bool, node.output)), integers)
+        call = Call(self.lowered.place, attributes_of(node), dtypes, shapes, sum(map(bool, node.output)), integers)
         fault = fault_of(full_type, call)
         return fault if fault is not None and fault.around == "body" else None
 
@@ -239,7 +240,7 @@ class _Fitting:
             return None
         e, results = self.e, [value for name in node.output if (value := self._value(name)) is not None]
         e.nodes, e.prefix = [], node.output[0]
-        values = write(e, _attributes(node), [self._value(name) for name in node.input], results)
+        values = write(e, attributes_of(node), [self._value(name) for name in node.input], results)
         made, e.nodes = e.nodes, []
         if values is None:
             return None
@@ -374,11 +375,6 @@ def _held(port: Port, narrow: Container[str]) -> Port:
 def _takes(kinds: Mapping[str, frozenset[str]] | None, variable: str, dtype: str) -> bool:
     """Whether a kernel takes an element type; of types that its registration does not speak of it takes any."""
     return kinds is not None and (variable not in kinds or _SPELLED.get(dtype, dtype) in kinds[variable])
-
-
-def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
-    found = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
-    return {name: value.decode() if isinstance(value, bytes) else value for name, value in found.items()}
 
 
 def _narrow_attribute(attribute: onnx.AttributeProto) -> None:

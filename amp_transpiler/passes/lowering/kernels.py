@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx
 
+from amp_transpiler.ir.attributes import attributes_of
 from amp_transpiler.ir.control import nested_graphs
 from amp_transpiler.ir.kernel_cost import launches, moved_bytes, tensor_bytes
 from amp_transpiler.ir.nodes import Operator
@@ -107,7 +108,7 @@ class _Walk:
         counted = [each for each in (results if part else used) if each is not None]
         rule = flops_of(node.op_type, node.domain)
         shapes = [[each[1] if each else None for each in side] for side in (operands, results)]
-        attributes = {a.name: _attribute(a) for a in node.attribute} if rule is not None else {}
+        attributes = attributes_of(node) if rule is not None else {}
         return [
             Kernel(
                 node.op_type,
@@ -152,7 +153,7 @@ class _Walk:
             return None if limit is None else int(np.asarray(onnx.numpy_helper.to_array(limit)).item())
         if node.op_type != "Scan":
             return None
-        attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+        attributes = attributes_of(node)
         scanned = attributes["num_scan_inputs"]
         found = self._type(node.input[len(node.input) - scanned], types)
         axis = (attributes.get("scan_input_axes") or [0])[0]
@@ -161,8 +162,3 @@ class _Walk:
 
 def _fixed(found: Type | None) -> bool:
     return found is not None and found[1] is not None
-
-
-def _attribute(proto: onnx.AttributeProto) -> object:
-    value = onnx.helper.get_attribute_value(proto)
-    return value.decode() if isinstance(value, bytes) else value

@@ -14,7 +14,6 @@ from contextlib import nullcontext
 
 from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.emitter import Value
-from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.metadata import only_looks
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import own
@@ -58,7 +57,7 @@ def _made(storage: EmulatedStorage, op: Operator, result: Variable) -> bool:
         if len(numbers) != 1 or len(tensors) != 1:
             return False
         source, factor = tensors[0], float(numbers[0].item())
-    shape = static(result.shape if storage.shapes is None else storage.shapes[result][1])
+    shape = storage.fixed(result)
     if source is None or shape is None or len(shape) < 2 or result.dtype not in (*HALF, "float32"):
         return False
     base, before = multiple(e, storage.stands_for(source, storage.read(op, source)))
@@ -90,7 +89,7 @@ def _transposed(storage: EmulatedStorage, op: Operator, result: Variable) -> boo
             return True
         return False
     base, turned = untransposed(e, value)
-    shape = static(result.shape if storage.shapes is None else storage.shapes[result][1])
+    shape = storage.fixed(result)
     if not turned or shape is None or value.shape[-2:] != shape[-2:]:
         return False
     storage.env[result.key] = transposed(e, e.reshape(base, (*shape[:-2], shape[-1], shape[-2])))

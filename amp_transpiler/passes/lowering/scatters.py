@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from amp_transpiler.ir.emitter import Value
-from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import combined, traits_of
 from amp_transpiler.ops.row_sums import added_rows
@@ -14,9 +13,9 @@ def emit_scatter(storage: EmulatedStorage, op: Operator) -> bool:
     """Emit a ScatterND that adds; False where it is none, or sizes are not known: then it has one thread."""
     if not storage.cpu or op.type != "ScatterND" or op.domain or combined(op) != "add":
         return False
-    result, shapes, values = op.output(0), storage.shapes, list[Value]()
+    result, values = op.output(0), list[Value]()
     for v in op.inputs:
-        shape = None if v is None else static(v.shape if shapes is None else shapes[v][1])
+        shape = None if v is None else storage.fixed(v)
         if v is None or shape is None:
             return False
         held = storage.read(op, v)

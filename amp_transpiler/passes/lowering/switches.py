@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import onnx
 
 from amp_transpiler.ir.control import nested_graphs
-from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator, Variable, origin
 from amp_transpiler.ir.types import HALF, NAMES, ONNX_TYPES
 from amp_transpiler.lists import plain_domain
@@ -126,7 +125,7 @@ class _Switching:
         return self.found
 
     def _tag(self, op: Operator | None) -> int:
-        if op is None or inserted(op):
+        if op is None or op.inserted:
             return FULL
         names = [v.name for v in op.outputs if v is not None]
         known = [self.tags[name] for name in names if name in self.tags]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from amp_transpiler.errors import GraphError
-from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.common import row_lookup
@@ -30,7 +29,7 @@ def emit_lookup(storage: EmulatedStorage, op: Operator) -> bool:
         return True
     if not (storage.cpu and table.sparse):
         return False
-    shape = static(result.shape if storage.shapes is None else storage.shapes[result][1])
+    shape = storage.fixed(result)
     value = storage.read(op, table)
     real = storage.real(table, value) if table.dtype in HALF else value
     storage.env[result.key] = storage.emulated(row_lookup(storage.e, real, storage.read(op, indices), shape))

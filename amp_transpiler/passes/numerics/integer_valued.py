@@ -15,7 +15,6 @@ import math
 import numpy as np
 
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
@@ -56,7 +55,7 @@ def keep_integer_valued(program: Graph, constraints: Constraints) -> None:
     """
     if not any([op.type in _CASTS or op.type == "QuantizeLinear" for op in program.walk()]):
         return
-    ops = [op for op in program.walk() if not inserted(op)]
+    ops = [op for op in program.walk() if not op.inserted]
     _forwards(ops, constraints)
     _backwards(ops, constraints)
 

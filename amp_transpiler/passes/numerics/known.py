@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.metadata import FULL, inserted
+from amp_transpiler.ir.metadata import FULL
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS, SHORT
@@ -85,7 +85,7 @@ def keep_losses(losses: Sequence[Variable], lists: AutoMixedPrecisionLists) -> N
 
 def _as_in(other: Graph, program: Graph, constraints: Constraints) -> Constraints:
     """The decisions of ``other`` on what both have, and ``constraints`` on the rest."""
-    known = {name: op for op in other.walk() if not inserted(op) for name in _names(op)}
+    known = {name: op for op in other.walk() if not op.inserted for name in _names(op)}
     found = Constraints(constants=constraints.constants)
     for op in program.walk():
         there = next((known[name] for name in _names(op) if name in known), None)

@@ -204,15 +204,13 @@ class _OverflowRules:
         return Reason(Kind.INTERVAL, detail=(f"{interval[0]:g}", f"{interval[1]:g}", self.short))
 
     def _proved(self, op: Operator, variable: Variable) -> tuple[int, Reason] | None:
-        interval = self.ranges.bound(variable)
-        if interval is None or (-self.limit <= interval[1] and interval[0] <= self.limit):
+        why = self.beyond(variable)
+        if why is None or variable.dtype not in ("float32", self.propagation.dtype) or constants.is_constant(variable):
             return None
-        if variable.dtype not in ("float32", self.propagation.dtype) or constants.is_constant(variable):
-            return None
-        masked = any(v is not None and self.propagation.state.get(v, 0) & (LOW | HIGH) for v in self.flow.inputs[op])
-        masked |= bool(self.propagation.state.get(variable, 0) & (LOW | HIGH))
-        why = None if masked else self.beyond(variable)  # a saturated mask lies within, whatever it was before
-        return (MAY_OVERFLOW, why) if why else None
+        masks = (
+            self.propagation.state.get(v, 0) & (LOW | HIGH) for v in (variable, *self.flow.inputs[op]) if v is not None
+        )
+        return None if any(masks) else (MAY_OVERFLOW, why)  # a saturated mask lies within, whatever it was before
 
     # -- squares -----------------------------------------------------------------------------------------
     def _squared(self, op: Operator, name: str, read: list[Variable | None]) -> Variable | None:

@@ -17,7 +17,6 @@ import numpy as np
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.intervals import Axes, Interval, RangeRule
-from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import lookup, moves, traits_of
 from amp_transpiler.ir.tensors import CHUNK, as_array, release, tensor_type
@@ -98,7 +97,7 @@ class Ranges:
         made = [
             v
             for op in self.program.walk()
-            if not inserted(op)
+            if not op.inserted
             for v in op.outputs
             if v is not None and v.dtype in FLOATS and not constants.is_constant(v)
         ]

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import FULL as KEPT
-from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import FORWARD, Operator
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import SHORT
@@ -195,7 +194,7 @@ class _Choices(Rules):
     def _retargeted(self, op: Operator) -> Free | None:
         """The program's own cast of integers or float64 to float32: in 16 bit it gives what a cast behind it would."""
         read, made = op.input(0), op.output(0)
-        if op.full_type != "Cast" or inserted(op) or read is None or made is None:
+        if op.full_type != "Cast" or op.inserted or read is None or made is None:
             return None
         half = Reason(Kind.TARGET_OF_READERS, runs=SHORT[self.dtype])
         sources = _SOURCES if self.dtype == "float16" else _NARROW
@@ -233,7 +232,7 @@ def _neighbours(found: dict[Operator, Decision | Free]) -> dict[Operator, list[O
     """Operators that share a floating-point tensor, constants left out."""
     edges: dict[Operator, list[Operator]] = {}
     for op in found:
-        for variable in () if inserted(op) else op.inputs:
+        for variable in () if op.inserted else op.inputs:
             if variable is None or not is_float(variable):
                 continue
             maker = source(variable).producer

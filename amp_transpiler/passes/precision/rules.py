@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.metadata import FULL, FUSED, inserted
+from amp_transpiler.ir.metadata import FULL, FUSED
 from amp_transpiler.ir.nodes import BACKWARD, FORWARD, Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.patterns import is_pattern, matching
@@ -158,7 +158,7 @@ class Rules:
         colour = None
         if source.dtype in HALF | {"float32"}:  # a mask made from integers says nothing about precision
             colour = {"float32": BLACK, self.dtype: WHITE}.get(str(target.dtype))
-        why = op.why if inserted(op) and op.why is not None else own_cast(str(target.dtype))
+        why = op.why if op.inserted and op.why is not None else own_cast(str(target.dtype))
         return Decision(target.dtype if target.dtype in FLOATS else "float32", why, slots, colour)
 
     def forced(self, op: Operator) -> Reason | None:
@@ -294,7 +294,7 @@ def _variable_names(program: Graph) -> set[str]:
 
 def _written(program: Graph) -> list[Operator]:
     """The operators of the program as it was written."""
-    return [op for op in program.walk() if not inserted(op)]
+    return [op for op in program.walk() if not op.inserted]
 
 
 def _called(op: Operator) -> list[str]:

@@ -14,7 +14,6 @@ import numpy as np
 import onnx
 
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import OWN, Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.tensors import as_array
@@ -58,7 +57,7 @@ def widen(program: Graph, moved: dict[str, str] | None = None, free: Collection[
     casts = sum(_without_casts(each, moved if each is program else {}) for each in every)
     _merge_copies(program)
     for op in program.walk():
-        if not inserted(op):
+        if not op.inserted:
             op.precision = op.reason = ""
     program.touch()
     what = f"its {' and '.join(held)} weights are fp32 now" if held else "its operators are fp32 now"

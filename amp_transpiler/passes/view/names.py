@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from amp_transpiler.ir.metadata import inserted
 from amp_transpiler.ir.nodes import Operator, Variable
 
 
@@ -22,7 +21,7 @@ def written_name(variable: Variable) -> str:
     variable = source(variable)
     for reader, _ in variable.readers:
         made = reader.output(0)
-        if inserted(reader) and made is not None and variable.name.startswith(f"{made.name}."):
+        if reader.inserted and made is not None and variable.name.startswith(f"{made.name}."):
             return made.name
     return variable.name
 
