@@ -16,6 +16,3 @@ def warn_user(message: str) -> None:
     while frame and frame.f_back and frame.f_globals.get("__name__", "").startswith("amp_transpiler"):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, AmpWarning, stacklevel=level)
-
-
-__all__ = ["AmpWarning", "warn_user"]

@@ -14,8 +14,6 @@ from amp_transpiler.ir.nodes import FORWARD, Operator, Variable
 from amp_transpiler.ir.opdef import lookup
 from amp_transpiler.ir.proto_residue import set_source, source_of
 
-__all__ = ["clone", "clone_graph", "insert_graph"]
-
 G = TypeVar("G", bound=Graph)
 
 

@@ -66,14 +66,3 @@ def scope_name() -> str:
 def role() -> str:
     """The role that new operators get."""
     return _role.get()
-
-
-__all__ = [
-    "fp16_guard",
-    "in_fp16_guard",
-    "inside",
-    "name_scope",
-    "operator_role",
-    "role",
-    "scope_name",
-]

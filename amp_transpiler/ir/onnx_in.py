@@ -25,13 +25,11 @@ from amp_transpiler.ir.model_info import ModelInfo
 from amp_transpiler.ir.node_fields import NodeFields, fields_of
 from amp_transpiler.ir.nodes import FORWARD, OWN, Shape, Variable
 from amp_transpiler.ir.proto_residue import Entry, Source, leftover, set_source, source_of
-from amp_transpiler.ir.tensors import HeldTensor, is_small, stripped, tensor_array, tensor_type
+from amp_transpiler.ir.tensors import HeldTensor, is_small, stripped, tensor_type
 from amp_transpiler.ir.verify import all_clashes
 from amp_transpiler.ir.weights import STATISTICS, not_a_weight
 from amp_transpiler.ir.wellformed import node_label
 from amp_transpiler.lists import plain_domain
-
-__all__ = ["load", "program_of", "tensor_array"]
 
 G = TypeVar("G", bound=Graph)
 

@@ -188,6 +188,3 @@ class _Comparison:
             with_scale(self.rerun, name, now)
         exponent = 0 if last is None else last + 1
         return 2.0**exponent if exponent <= largest else None
-
-
-__all__ = ["GradientUnderflow", "ParameterUnderflow", "gradient_underflow"]

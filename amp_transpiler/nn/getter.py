@@ -94,6 +94,3 @@ def got(
             f"{call}: the custom getter gave {made!r} for '{name}'; expected a variable, {dtype} {list(shape)}"
         )
     return made
-
-
-__all__ = ["custom_getter", "float32_variable_storage_getter"]

@@ -44,6 +44,3 @@ def _cause(scale: float, loss_finite: bool, at_floor: bool) -> str:
         "init_scale, or let it decrease faster, with a smaller backoff_factor or backoff_after; a fixed scale has "
         "to be chosen smaller"
     )
-
-
-__all__ = ["raise_alarm"]

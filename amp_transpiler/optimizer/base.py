@@ -162,6 +162,3 @@ def _of_all_ranks(params_grads: ParamsGrads) -> ParamsGrads:
         return params_grads
     grads = all_reduced([grad for _, grad in params_grads], "float32")
     return [(parameter, grad) for (parameter, _), grad in zip(params_grads, grads, strict=True)]
-
-
-__all__ = ["Optimizer"]

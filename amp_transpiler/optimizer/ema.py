@@ -158,6 +158,3 @@ class ExponentialMovingAverage:
             average = found_var(name, scope) if dealt_out else scope.find_var(name)
             found[parameter] = device_tensors.from_array(average.astype(numpy_dtype(dtype), copy=False))
         return found
-
-
-__all__ = ["ExponentialMovingAverage"]

@@ -129,6 +129,3 @@ def _white_alone(amp_lists: Any, dtype: Any) -> AutoMixedPrecisionLists:
     lists.black_list |= lists.gray_list
     lists.gray_list.clear()
     return lists
-
-
-__all__ = ["with_levels"]

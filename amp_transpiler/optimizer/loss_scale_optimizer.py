@@ -75,6 +75,3 @@ class LossScaleOptimizer(OptimizerWithMixedPrecision):
     def loss_scale(self) -> float:
         """The scale that the current scope holds. OrderError before ``minimize``, ScopeError before the startup."""
         return self.get_loss_scale_state().scale
-
-
-__all__ = ["LossScaleOptimizer"]

@@ -130,6 +130,3 @@ class ScaleState:
                 f"the loss scale is {now:g} in a window of gradient accumulation, of which {done} of {window.steps} "
                 f"runs are done; set it to {scale:g} when the window is over"
             )
-
-
-__all__ = ["ScaleState"]

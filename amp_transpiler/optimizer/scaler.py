@@ -390,6 +390,3 @@ class LossScaler:
             "decr_ratio": self.backoff_factor,
             **{name: value for name, value in rule.items() if value != RULE[name]},
         }
-
-
-__all__ = ["LossScale", "LossScaler"]

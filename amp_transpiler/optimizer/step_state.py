@@ -124,6 +124,3 @@ class Step:
     def applied(self) -> Step:
         """The step, complete."""
         return replace(self, stage=Stage.APPLIED)
-
-
-__all__ = ["Ready", "Stage", "Step"]

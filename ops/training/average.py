@@ -50,6 +50,3 @@ def _share(e: Emitter, decay: float, step: Value | None) -> Value:
         return least
     done = e.cast(e.reshape(step, ()), "float32")
     return e.Max(least, e.Div(e.const(9, "float32"), e.Add(done, e.const(10, "float32"), shape=()), shape=()), shape=())
-
-
-__all__ = ["AVERAGE"]

@@ -84,6 +84,3 @@ def _by_value(e: Emitter, op: Operator, *grads: Value) -> list[Value]:
         return [e.Min(e.Max(g, e.like(low, g)), e.like(high, g), shape=g.shape) for g in wide]
 
     return _clipped(e, op, grads, clip)
-
-
-__all__ = ["CLIPS", "GLOBAL_NORM", "NORM", "VALUE"]

@@ -51,6 +51,3 @@ def _step_summary(e: Emitter, op: Operator, *scalars: Value | None) -> Sequence[
 
 def _joined(e: Emitter, values: list[Value]) -> Value:
     return e.Concat(*values, axis=0, shape=(len(values),))
-
-
-__all__ = ["INSPECT", "SUMMARY"]

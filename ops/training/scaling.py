@@ -356,22 +356,3 @@ def _count_bad_steps(
 @lowering_rule(own(GATE), slots=Slots(inputs=("found_inf", "state", "new"), outputs=("state",), gated=True))
 def _gate_state(e: Emitter, op: Operator, found_inf: Value, old: Value, new: Value) -> Sequence[Value]:
     return [gate(e, found_inf)(e.cast(new, old.dtype), old)]
-
-
-__all__ = [
-    "CHECK",
-    "COUNT_BAD",
-    "GATE",
-    "RULE",
-    "UPDATE_SCALE",
-    "Gate",
-    "Switch",
-    "add_product",
-    "blended",
-    "finite_step",
-    "gate",
-    "master_type",
-    "rescaled",
-    "scaled",
-    "unscaled",
-]

@@ -240,6 +240,3 @@ def _learning_rate(e: Emitter, op: Operator, step: Value) -> Sequence[Value]:
     now = _Tensor(functions, e.cast(count, "float32"))
     rate = rate_at(json.loads(op.attrs["schedule"]), now, functions)
     return [rate.value, e.Add(count, e.const(1, "int32"), shape=())]
-
-
-__all__ = ["LEARNING_RATE", "has_rule", "rate_at"]

@@ -3,8 +3,9 @@
 import math
 
 import amp_transpiler as amp
-from amp_transpiler.conversion.report.record import ConstantNote, Conversion, CutRecord, RangeRecord, record_program
+from amp_transpiler.conversion.report.record import Conversion, CutRecord, RangeRecord, record_program
 from amp_transpiler.conversion.verdict import Verdict
+from amp_transpiler.passes.numerics.constraints import ConstantNote
 from tests.helpers import golden
 
 SMALL = """g (float[2, 4] x, bool c) => (float[2, 4] y, float[N, 2] z)

@@ -82,6 +82,3 @@ def _lines(value: Any, depth: int) -> str:
     if depth and value and isinstance(value, list | tuple):
         return "[\n" + ",\n".join(_lines(item, 0) for item in value) + "\n]"
     return json.dumps(value, allow_nan=False)
-
-
-__all__ = ["FORMAT", "plain", "to_json"]

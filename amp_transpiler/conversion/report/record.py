@@ -200,15 +200,3 @@ def _operator(op: Operator, number: dict[Operator, int], index: dict[Variable, i
         tuple(index[v] for v in outputs),
         number[holder] if holder is not None else None,
     )
-
-
-__all__ = [
-    "ConstantNote",
-    "Conversion",
-    "CutRecord",
-    "OperatorRecord",
-    "ProgramRecord",
-    "RangeRecord",
-    "TensorRecord",
-    "record_program",
-]

@@ -297,6 +297,3 @@ def _kinds(step: TrainingStep) -> dict[int, str]:
         kinds |= {v.key: "moments" for v in moments if v is not None}
         kinds |= {row.master.key: "master_weights" for row in update.rows if row.master is not None}
     return kinds
-
-
-__all__ = ["LiveTensor", "MemoryEstimate", "memory_estimate"]

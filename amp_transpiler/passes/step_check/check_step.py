@@ -329,6 +329,3 @@ class CheckStep(Pass):
     def run(self, graph: Graph, context: Context) -> bool:
         check_step(graph)
         return False
-
-
-__all__ = ["CheckStep", "check_step"]

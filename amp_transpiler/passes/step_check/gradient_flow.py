@@ -92,6 +92,3 @@ class GradientFlow:
         if not rest:
             self._from_scale.update(v.key for v in op.outputs if v is not None)
         self.unscaled_outside += [(op, v) for v in rest if self.mask(v) & SCALED]
-
-
-__all__ = ["CLIPPED", "SCALED", "UNSCALED", "GradientFlow"]
