@@ -224,12 +224,12 @@ def parts_of(op_type: str, dtype: str, opset: int, place: str) -> tuple[str, ...
     return tuple(dict.fromkeys(part for body in bodies_of(schema, dtype, opset) for part, _ in parts_in(body, dtype)))
 
 
-def unsupported_operators(dtype: str, opset: int = TARGET_OPSET, place: str = USUAL_PLACE) -> frozenset[str]:
+def unsupported_operators(dtype: str, place: str = USUAL_PLACE) -> frozenset[str]:
     """The float operators of ai.onnx for which :func:`lowering_gap` has a reason."""
     return frozenset(
         name
         for (domain, name), schema in schemas().items()
-        if not domain and is_float_operator(schema) and lowering_gap(name, dtype, opset, place)
+        if not domain and is_float_operator(schema) and lowering_gap(name, dtype, TARGET_OPSET, place)
     )
 
 

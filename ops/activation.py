@@ -316,8 +316,8 @@ traits("PRelu", weights=(1,))
 traits("SwiGLU", elementwise=True)
 no_gradient("Hardmax")
 
-range_rule("Relu")(increasing(lambda x: max(x, 0.0), 0.0))
-range_rule("Softplus")(increasing(lambda x: max(x, 0.0) + math.log1p(math.exp(-abs(x))), 0.0))
+range_rule("Relu")(increasing(lambda x: max(x, 0.0)))
+range_rule("Softplus")(increasing(lambda x: max(x, 0.0) + math.log1p(math.exp(-abs(x)))))
 
 
 def _between(op: Operator, ranges: Ranges, below: float = 1.0, above: float = 1.0) -> Interval:

@@ -147,8 +147,8 @@ traits("Acosh", poles=(1.0,))
 traits("Sinh", "Cosh", overflows=Kind.HYPERBOLIC)
 no_gradient(*_ROUNDS, "Sign")
 
-range_rule("Exp")(increasing(lambda x: math.exp(x) if x < 700 else INF, 0.0))
-range_rule("Sqrt")(increasing(lambda x: math.sqrt(max(x, 0.0)), 0.0))
+range_rule("Exp")(increasing(lambda x: math.exp(x) if x < 700 else INF))
+range_rule("Sqrt")(increasing(lambda x: math.sqrt(max(x, 0.0))))
 
 
 @range_rule(*_ROUNDS)

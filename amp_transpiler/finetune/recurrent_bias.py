@@ -17,7 +17,7 @@ from amp_transpiler.program import Program
 _TENSORFLOW = re.compile(r"B\d*__\d+(\..*)?")
 
 
-def one_bias(program: Program, named: Collection[str] = ()) -> list[str]:
+def one_bias(program: Program, named: Collection[str]) -> list[str]:
     """Let the halves of recurrent biases that exporters filled with zeros be constants again, but for ``named`` ones.
 
     Keras has one bias and TensorFlow's exporter writes zeros as the other, which is added to it: trained too, the bias

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Hashable, Iterable, Mapping
-from types import MappingProxyType
 
 import numpy as np
 
@@ -25,7 +24,7 @@ _FEW = 4
 _ELEMENTS = 64  # of a tensor: enough to tell most apart before they are compared
 
 
-def retie(program: Program, frozen: Collection[Variable] = ()) -> list[str]:
+def retie(program: Program, frozen: Collection[Variable]) -> list[str]:
     """Let a parameter that is a copy of another, perhaps transposed, be that other one.
 
     A language model's output layer and its embedding, say, or the filters of a convolution that is called several
@@ -144,9 +143,7 @@ def _share(variable: Variable, other: Variable, transposed: bool) -> None:
     program.remove_variable(variable)
 
 
-def untie(
-    program: Program, keep: Collection[Variable] = (), turns: Mapping[Operator, Hashable] = MappingProxyType({})
-) -> list[str]:
+def untie(program: Program, keep: Collection[Variable], turns: Mapping[Operator, Hashable]) -> list[str]:
     """Give each layer that reads a parameter which exporters merged its own copy.
 
     Those are parameters of which all elements are alike: biases, scales and running statistics that were not trained

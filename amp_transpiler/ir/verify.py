@@ -204,7 +204,7 @@ def _slots(type: str, opset: int, domain: str) -> tuple[tuple[Any, ...], tuple[A
     return rules(schema.inputs), rules(schema.outputs)
 
 
-def all_clashes(program: Graph, kinds: Iterable[Operator] | None = None) -> list[str]:
+def all_clashes(program: Graph, kinds: Iterable[Operator] | None) -> list[str]:
     """:func:`operator_clashes` of every operator; each kind of operator on each row of types is looked at once.
 
     ``kinds``: an operator of each kind, where they are known.

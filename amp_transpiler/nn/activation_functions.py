@@ -283,7 +283,7 @@ def check_activation(call: str, act: str | None) -> None:
     raise ArgumentError(f"{call}: act={act!r} is no activation; known are {', '.join(ACTIVATIONS)}")
 
 
-def activate(call: str, x: Variable, act: str | None, prefix: str) -> Variable:
+def activate(x: Variable, act: str | None, prefix: str) -> Variable:
     """``x`` through the activation called ``act``; ``x`` itself where that is None."""
     if act is None:
         return x

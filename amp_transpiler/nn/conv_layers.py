@@ -45,19 +45,14 @@ def _kernel_of(
 
 
 # -- layers -------------------------------------------------------------------------------------------------
+#: Of a layer: param_attr, bias_attr, act and name.
+_Common = tuple[Attr, Attr, str | None, str | None]
+
+
 def _layer(
-    call: str,
-    type_: str,
-    at: Image,
-    attrs: Attributes,
-    shape: list[int],
-    filters: int,
-    start: Initializer,
-    param_attr: Attr,
-    bias_attr: Attr,
-    act: str | None,
-    name: str | None,
+    type_: str, at: Image, attrs: Attributes, shape: list[int], filters: int, start: Initializer, common: _Common
 ) -> Variable:
+    call, (param_attr, bias_attr, act, name) = at.call, common
     check_activation(call, act)
     required(call, "param_attr", param_attr)
     name = layer_name(call, name)
@@ -65,7 +60,7 @@ def _layer(
     bias = None
     if bias_attr is not False:
         bias = parameter(call, f"{name}.b_0", [filters], at.x.dtype, bias_attr, Constant())
-    return activate(call, applied(type_, at, weights, bias, attrs, name), act, name)
+    return activate(applied(type_, at, weights, bias, attrs, name), act, name)
 
 
 def _convolution(
@@ -77,11 +72,8 @@ def _convolution(
     padding: Padding,
     dilation: Sizes,
     groups: int | None,
-    param_attr: Attr,
-    bias_attr: Attr,
-    act: str | None,
-    name: str | None,
     data_format: str | None,
+    common: _Common,
 ) -> Variable:
     call = f"conv{rank}d"
     at = image(call, x, rank, data_format)
@@ -89,7 +81,7 @@ def _convolution(
     group = groups_of(call, groups, at.channels, filters, x)
     attrs = sliding(at, kernel, stride, padding, dilation, group)
     shape = [filters, at.channels // group, *kernel]
-    return _layer(call, "Conv", at, attrs, shape, filters, KaimingNormal(), param_attr, bias_attr, act, name)
+    return _layer("Conv", at, attrs, shape, filters, KaimingNormal(), common)
 
 
 @paddle_arguments("nn.layer", "nn.cudnn")
@@ -108,9 +100,8 @@ def conv1d(
     data_format: str = "NCL",
 ) -> Variable:
     """1-D convolution (cross-correlation) with a bias: as :func:`conv2d`, over [batch, channels, length]."""
-    return _convolution(
-        1, x, num_filters, filter_size, stride, padding, dilation, groups, param_attr, bias_attr, act, name, data_format
-    )
+    common = param_attr, bias_attr, act, name
+    return _convolution(1, x, num_filters, filter_size, stride, padding, dilation, groups, data_format, common)
 
 
 @paddle_arguments("nn.layer", "nn.cudnn")
@@ -135,9 +126,8 @@ def conv2d(
     (standard deviation sqrt(2 / fan in), as Paddle's where there is one group), the bias b_0 [num_filters] at 0.
     ArgumentError: unknown channels, groups that do not divide them, a filter larger than the padded image.
     """
-    return _convolution(
-        2, x, num_filters, filter_size, stride, padding, dilation, groups, param_attr, bias_attr, act, name, data_format
-    )
+    common = param_attr, bias_attr, act, name
+    return _convolution(2, x, num_filters, filter_size, stride, padding, dilation, groups, data_format, common)
 
 
 @paddle_arguments("nn.layer", "nn.cudnn")
@@ -157,28 +147,23 @@ def conv3d(
 ) -> Variable:
     """3-D convolution (cross-correlation) with a bias: as :func:`conv2d`, over [batch, channels, depth, height,
     width]."""
-    return _convolution(
-        3, x, num_filters, filter_size, stride, padding, dilation, groups, param_attr, bias_attr, act, name, data_format
-    )
+    common = param_attr, bias_attr, act, name
+    return _convolution(3, x, num_filters, filter_size, stride, padding, dilation, groups, data_format, common)
 
 
 def _transposition(
     rank: int,
     x: Variable,
     num_filters: int,
-    output_size: Sizes | None,
-    filter_size: Sizes | None,
+    wanted: tuple[Sizes | None, Sizes | None],
     stride: Sizes,
     padding: Padding,
     dilation: Sizes,
     groups: int | None,
-    param_attr: Attr,
-    bias_attr: Attr,
-    act: str | None,
-    name: str | None,
     data_format: str | None,
+    common: _Common,
 ) -> Variable:
-    call = f"conv{rank}d_transpose"
+    call, (output_size, filter_size) = f"conv{rank}d_transpose", wanted
     at = image(call, x, rank, data_format)
     filters = whole(call, "num_filters", num_filters)
     group = groups_of(call, groups, at.channels, filters, x)
@@ -188,7 +173,7 @@ def _transposition(
         kernel = numbers(call, "filter_size", filter_size, rank)
     attrs = transposed(at, kernel, stride, padding, dilation, group, 0, output_size)
     shape = [at.channels, filters // group, *kernel]
-    return _layer(call, "ConvTranspose", at, attrs, shape, filters, XavierUniform(), param_attr, bias_attr, act, name)
+    return _layer("ConvTranspose", at, attrs, shape, filters, XavierUniform(), common)
 
 
 @paddle_arguments("nn.layer", "nn.cudnn")
@@ -208,22 +193,8 @@ def conv1d_transpose(
     data_format: str = "NCL",
 ) -> Variable:
     """1-D transposed convolution: as :func:`conv2d_transpose`, over [batch, channels, length]."""
-    return _transposition(
-        1,
-        x,
-        num_filters,
-        output_size,
-        filter_size,
-        stride,
-        padding,
-        dilation,
-        groups,
-        param_attr,
-        bias_attr,
-        act,
-        name,
-        data_format,
-    )
+    common, kernel = (param_attr, bias_attr, act, name), (output_size, filter_size)
+    return _transposition(1, x, num_filters, kernel, stride, padding, dilation, groups, data_format, common)
 
 
 @paddle_arguments("nn.layer", "nn.cudnn")
@@ -249,22 +220,8 @@ def conv2d_transpose(
     where that is left out. Filters w_0 [channels, num_filters / groups, height, width] start Xavier uniform, the bias
     b_0 [num_filters] at 0. ArgumentError: as :func:`conv2d`, and an ``output_size`` out of reach.
     """
-    return _transposition(
-        2,
-        x,
-        num_filters,
-        output_size,
-        filter_size,
-        stride,
-        padding,
-        dilation,
-        groups,
-        param_attr,
-        bias_attr,
-        act,
-        name,
-        data_format,
-    )
+    common, kernel = (param_attr, bias_attr, act, name), (output_size, filter_size)
+    return _transposition(2, x, num_filters, kernel, stride, padding, dilation, groups, data_format, common)
 
 
 @paddle_arguments("nn.layer", "nn.cudnn")
@@ -284,19 +241,5 @@ def conv3d_transpose(
     data_format: str = "NCDHW",
 ) -> Variable:
     """3-D transposed convolution: as :func:`conv2d_transpose`, over [batch, channels, depth, height, width]."""
-    return _transposition(
-        3,
-        x,
-        num_filters,
-        output_size,
-        filter_size,
-        stride,
-        padding,
-        dilation,
-        groups,
-        param_attr,
-        bias_attr,
-        act,
-        name,
-        data_format,
-    )
+    common, kernel = (param_attr, bias_attr, act, name), (output_size, filter_size)
+    return _transposition(3, x, num_filters, kernel, stride, padding, dilation, groups, data_format, common)

@@ -41,7 +41,7 @@ def gather_nd(x: Variable, index: Variable) -> Variable:
     call = "gather_nd"
     prefix = fresh(call)
     variable(call, "x", x, min_rank=1)
-    return append(call, "GatherND", [x, _int64(call, index, prefix, 1)], prefix=prefix)
+    return append(call, "GatherND", [x, _int64(call, index, prefix)], prefix=prefix)
 
 
 @function()
@@ -110,8 +110,8 @@ def _repeated(call: str, x: Variable, like: Variable, at: int, prefix: str) -> V
     return append(call, "Expand", [x, sizes], prefix=prefix)
 
 
-def _int64(call: str, index: Variable, prefix: str, min_rank: int) -> Variable:
-    variable(call, "index", index, dtypes=INTEGER, min_rank=min_rank)
+def _int64(call: str, index: Variable, prefix: str) -> Variable:
+    variable(call, "index", index, dtypes=INTEGER, min_rank=1)
     if index.dtype == "int64":
         return index
     return append(call, "Cast", [index], attrs={"to": 7}, prefix=prefix)
@@ -126,7 +126,7 @@ def scatter(x: Variable, index: Variable, updates: Variable, overwrite: bool = T
     call = "scatter"
     prefix = fresh(call)
     variable(call, "index", index, dtypes=INTEGER, rank=1)
-    place = append(call, "Unsqueeze", [_int64(call, index, prefix, 1), np.array([1], np.int64)], prefix=prefix)
+    place = append(call, "Unsqueeze", [_int64(call, index, prefix), np.array([1], np.int64)], prefix=prefix)
     variable(call, "updates", updates, dtypes=(str(variable(call, "x", x, min_rank=1).dtype),))
     if flag(call, "overwrite", overwrite):
         return append(call, "ScatterND", [x, place, updates], prefix=prefix)
@@ -140,7 +140,7 @@ def scatter_nd_add(x: Variable, index: Variable, updates: Variable) -> Variable:
     call = "scatter_nd_add"
     prefix = fresh(call)
     variable(call, "updates", updates, dtypes=(str(variable(call, "x", x, min_rank=1).dtype),))
-    inputs = [x, _int64(call, index, prefix, 1), updates]
+    inputs = [x, _int64(call, index, prefix), updates]
     return append(call, "ScatterND", inputs, attrs={"reduction": "add"}, prefix=prefix)
 
 

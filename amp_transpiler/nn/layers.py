@@ -62,7 +62,7 @@ def fc(
     y = append(call, "MatMul", [x, weight], prefix=name)
     if bias is not None:
         y = append(call, "Add", [y, bias], prefix=name)
-    return activate(call, y, act, name)
+    return activate(y, act, name)
 
 
 def _merged(call: str, x: Variable, kept: int, features: int, prefix: str) -> Variable:

@@ -112,7 +112,7 @@ def batch_norm(
     ]
     switch(f"{call}: synchronized", synchronized)
     y = _batch_normalised(at, affine, states, attrs, not (is_test or use_global_stats), name, synchronized)
-    return activate(call, y, act, name)
+    return activate(y, act, name)
 
 
 def _batch_normalised(
@@ -122,7 +122,7 @@ def _batch_normalised(
     attrs: dict[str, Any],
     training: bool,
     prefix: str,
-    synchronized: bool = False,
+    synchronized: bool,
 ) -> Variable:
     inputs: list[Input] = [at.channels_first(prefix), *affine, *states]
     if not training:
@@ -187,7 +187,7 @@ def layer_norm(
         call, name, shape, str(x.dtype), param_attr if scale else False, bias_attr if shift else False
     )
     inputs = [x, weight, *([bias] if isinstance(bias, Variable) else [])]
-    return activate(call, append(call, "LayerNormalization", inputs, attrs=attrs, prefix=name), act, name)
+    return activate(append(call, "LayerNormalization", inputs, attrs=attrs, prefix=name), act, name)
 
 
 @paddle_arguments("nn.layer", "nn.layout")
@@ -215,7 +215,7 @@ def group_norm(
     name = layer_name(call, name)
     inputs = _scale_and_bias(call, name, [channels], str(x.dtype), param_attr, bias_attr)
     y = append(call, "GroupNormalization", [at.channels_first(name), *inputs], attrs=attrs, prefix=name)
-    return activate(call, at.as_given(y, name), act, name)
+    return activate(at.as_given(y, name), act, name)
 
 
 @paddle_arguments("nn.input", "nn.weights")

@@ -8,7 +8,7 @@ from typing import NoReturn
 from amp_transpiler.errors import LossScaleError
 
 
-def raise_alarm(scale: float, bad_in_a_row: int, loss_finite: bool, at_floor: bool = False) -> NoReturn:
+def raise_alarm(scale: float, bad_in_a_row: int, loss_finite: bool, at_floor: bool) -> NoReturn:
     """Raise LossScaleError for a run of bad steps.
 
     Args:

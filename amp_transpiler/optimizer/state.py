@@ -20,7 +20,7 @@ from amp_transpiler.ops.training.scaling import GATE
 from amp_transpiler.program import Program, default_main_program, default_startup_program
 
 
-def startup_of(program: Program, startup: Program | None = None) -> Program:
+def startup_of(program: Program, startup: Program | None) -> Program:
     """The startup program to initialise new state in: the given one, else the program's own.
 
     ArgumentTypeError: ``startup`` is no Program. ArgumentError: there is none, or it is the program itself.

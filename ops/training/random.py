@@ -69,7 +69,7 @@ def kept_of(mask: Value, value: Value) -> str:
 
 
 def keep_mask(
-    e: Emitter, shape: Sequence[int], seed: Value, step: Value, stream: int, threshold: Value, late: Value | None = None
+    e: Emitter, shape: Sequence[int], seed: Value, step: Value, stream: int, threshold: Value, late: Value | None
 ) -> Value:
     """bool, True where the stream's word is ``threshold`` (a uint32 scalar) or more.
 

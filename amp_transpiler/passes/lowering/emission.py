@@ -191,7 +191,7 @@ class _Emission(EmulatedStorage):
     def _runtime_scalar(self, what: str) -> Value:
         if what in _RUNTIME:
             if not self.program.has_var(_RUNTIME[what]):
-                return self._unseeded(what)
+                return self._unseeded()
             variable = self.program.var(_RUNTIME[what])
             if variable.key not in self.env:
                 self._source(variable)
@@ -202,7 +202,7 @@ class _Emission(EmulatedStorage):
             self.inputs.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, []))
         return Value(name, "float32", ())
 
-    def _unseeded(self, what: str) -> Value:
+    def _unseeded(self) -> Value:
         """Randomness of an import, which has no state for it: a run that measures draws the same each time."""
         if not self.stateless:
             raise GraphError(

@@ -49,7 +49,7 @@ def known_constraints(
     return constraints
 
 
-def training_constraints(program: Graph, dtype: str, like: Graph | None = None) -> Constraints:
+def training_constraints(program: Graph, dtype: str, like: Graph | None) -> Constraints:
     """What a precision pass for training keeps fp32 beyond its lists.
 
     Args:

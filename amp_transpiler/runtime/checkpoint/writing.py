@@ -92,7 +92,7 @@ def awaited(variable: Variable) -> Awaited:
 
 
 def write_checkpoint(
-    target: Path, values: Mapping[str, Any], meta: dict[str, Any], pieces: Iterable[tuple[str, np.ndarray]] = ()
+    target: Path, values: Mapping[str, Any], meta: dict[str, Any], pieces: Iterable[tuple[str, np.ndarray]]
 ) -> None:
     """Write tensors (OrtValues by name) and what is said of them; CheckpointWriteError where that fails.
 
