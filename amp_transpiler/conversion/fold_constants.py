@@ -23,7 +23,7 @@ from amp_transpiler.conversion.protected import converted, protected
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.annotate import annotate, refine
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import constant_array, infer_operator, static
+from amp_transpiler.ir.infer import infer_operator, static
 from amp_transpiler.ir.nodes import CAPTURE, Operator, Shape, Variable, origin
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.proto_residue import listed_inputs
@@ -372,9 +372,7 @@ def _constant(variable: Variable) -> np.ndarray | None:
     if variable.is_input or variable.persistable or variable.dtype not in _TYPES:
         return None
     data = content(variable)
-    if data is None:
-        return constant_array(variable)
-    return as_array(data) if byte_size(*tensor_type(data)) <= LARGEST else None
+    return as_array(data) if data is not None and byte_size(*tensor_type(data)) <= LARGEST else None
 
 
 @dataclass(frozen=True)

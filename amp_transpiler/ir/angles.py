@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 
+from amp_transpiler.ir.constant_data import held_data
 from amp_transpiler.ir.copies import original, readers_past_copies
 from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Variable
@@ -76,7 +77,5 @@ def _completes(variable: Variable, other: Variable) -> bool:
 
 def _array(variable: Variable) -> np.ndarray | None:
     """The content of a tensor of a file, wherever it keeps it."""
-    data = variable.data
-    if data is None and variable.producer is not None and variable.producer.type == "Constant":
-        data = variable.producer.attrs.get("value")
+    data = held_data(variable)
     return None if data is None or isinstance(data, onnx.SparseTensorProto) else as_array(data)

@@ -16,6 +16,7 @@ import numpy as np
 import onnx
 
 from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.constant_data import held_data
 from amp_transpiler.ir.contrib_types import DOMAIN, settled_types
 from amp_transpiler.ir.evaluation import fold
 from amp_transpiler.ir.graph import Graph
@@ -31,8 +32,6 @@ Read = tuple[tuple[str | None, Shape | None] | bytes, bytes | None]
 _ARITHMETIC = frozenset({"int32", "int64", "bool", "float32"})  # what shapes are computed in
 _SHORT = 4096  # bytes of attributes and contents up to which the types that come of them are kept
 _SMALL = 256  # elements: more than any shape vector, less than any weight
-#: Attributes of a Constant that are numbers.
-_NUMBERS = {"value_int": np.int64, "value_ints": np.int64, "value_float": np.float32, "value_floats": np.float32}
 
 
 def type_proto(dtype: str | None, shape: Shape | None) -> onnx.TypeProto:
@@ -79,37 +78,13 @@ def static(shape: Shape | None) -> tuple[int, ...] | None:
     return tuple(int(d) for d in shape)  # type: ignore[arg-type]
 
 
-def constant_tensor(node: onnx.NodeProto) -> onnx.TensorProto | None:
-    """What a Constant of a model makes; None of another node, and of text and sparse tensors."""
-    if node.op_type != "Constant" or node.domain:
-        return None
-    held = node.attribute[0]
-    if held.name == "value":
-        array = onnx.numpy_helper.to_array(held.t)
-    elif held.name in _NUMBERS:
-        array = np.asarray(onnx.helper.get_attribute_value(held), _NUMBERS[held.name])
-    else:
-        return None
-    return onnx.numpy_helper.from_array(array, node.output[0])
-
-
 def constant_array(variable: Variable) -> np.ndarray | None:
     """The content of a small constant; None of what is none or is large, and of what may hold something else in a run:
     parameters, other state, and initializers that are inputs."""
     if variable.persistable or variable.is_input:
         return None
-    data = variable.data
-    if data is None and variable.producer is not None and variable.producer.type == "Constant":
-        value = variable.producer.attrs.get("value")
-        if value is not None:
-            data = value
-        else:
-            for name, kind in _NUMBERS.items():
-                if name in variable.producer.attrs:
-                    return np.asarray(variable.producer.attrs[name], kind)
-    if data is None:
-        return None
-    return as_array(data) if math.prod(tensor_type(data)[1]) <= _SMALL else None
+    data = held_data(variable)
+    return None if data is None or math.prod(tensor_type(data)[1]) > _SMALL else as_array(data)
 
 
 class Shapes:

@@ -17,6 +17,7 @@ import numpy as np
 import onnx
 from google.protobuf.message import DecodeError, EncodeError
 
+from amp_transpiler.ir.constant_data import constant_tensor
 from amp_transpiler.ir.control import nested_graphs
 from amp_transpiler.lists import plain_domain
 
@@ -120,8 +121,8 @@ def _with_settled_scales(model: onnx.ModelProto, found: onnx.ModelProto) -> onnx
         if not resized:
             continue
         held = {tensor.name: tensor for tensor in graph.initializer}
-        constants = [node for node in graph.node if node.op_type == "Constant"]
-        held |= {node.output[0]: a.t for node in constants for a in node.attribute if a.name == "value"}
+        made = ((node.output[0], constant_tensor(node)) for node in graph.node if node.op_type == "Constant")
+        held |= {name: tensor for name, tensor in made if tensor is not None}
         same = list(_graphs(found.graph))[number]
         types = {info.name: info.type for info in (*same.input, *same.value_info, *same.output)}
         for at in resized:

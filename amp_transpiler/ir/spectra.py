@@ -11,6 +11,7 @@ import math
 
 import numpy as np
 
+from amp_transpiler.ir.constant_data import held_data
 from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
@@ -144,9 +145,5 @@ def _squares(op: Operator) -> bool:
     if op.type == "Mul":
         return op.input(0) is op.input(1)
     exponent = op.input(1) if op.type == "Pow" else None
-    if exponent is None:
-        return False
-    data = exponent.data
-    if data is None and exponent.producer is not None and exponent.producer.type == "Constant":
-        data = exponent.producer.attrs.get("value", exponent.producer.attrs.get("value_float"))
-    return data is not None and not isinstance(data, str) and np.ravel(as_array(data)).tolist() == [2]
+    data = None if exponent is None else held_data(exponent)
+    return data is not None and np.ravel(as_array(data)).tolist() == [2]

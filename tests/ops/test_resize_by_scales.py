@@ -90,3 +90,13 @@ def test_sizes_behind_sizes_and_sizes_beyond_the_digits_of_float32() -> None:
     for other, first in ((made, "1e38"), (text.replace("AXES", "axes = [0, 1, 2, 9]"), "0.5")):
         wrong = amp.Program.from_onnx(onnx.parser.parse_model(other.replace("SIZE", "24").replace("FIRST", first)))
         assert wrong.var("y").dtype == "float32"
+
+
+def test_scales_may_be_numbers_of_a_constant() -> None:
+    program = amp.Program.from_onnx(
+        onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : 15]>
+            net (float["B", 2, {SIZE}, {SIZE}] x) => (float["B", "C"] y) {{
+                s = Constant<value_floats = [1.0, 1.0, {SCALE!r}, {SCALE!r}]>()
+                r = Resize<mode = "linear">(x, , s)  y = Flatten(r) }}""")
+    )
+    assert program.var("y").shape == ("B", 2 * RESIZED * RESIZED)

@@ -21,12 +21,13 @@ import onnx
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.attributes import attributes_of
+from amp_transpiler.ir.constant_data import constant_tensor
 from amp_transpiler.ir.control import every_node, nested_graphs
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.infer import constant_tensor
 from amp_transpiler.ir.node_protos import emitted_node
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.signature import Signature, signature
+from amp_transpiler.ir.tensors import renamed
 from amp_transpiler.ir.types import FLOATS, HALF, NAMES, ONNX_TYPES
 from amp_transpiler.lists import Fault, faults, kernel_types, place_traits
 from amp_transpiler.ops.place_bodies import body_of, integers_in
@@ -130,7 +131,7 @@ class _Fitting:
     def _run_as(self, node: onnx.NodeProto, origin: Operator | None) -> Iterator[onnx.NodeProto]:
         """What the place runs for a node: nothing for a constant."""
         if (constant := constant_tensor(node)) is not None:
-            self.e.initializers[node.output[0]] = constant
+            self.e.initializers[node.output[0]] = renamed(constant, node.output[0])
             return
         self._check(node, origin)
         graphs = list(nested_graphs(node))

@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 
 from amp_transpiler.ir.attributes import attributes_of
+from amp_transpiler.ir.constant_data import constant_tensor
 from amp_transpiler.ir.control import nested_graphs
 from amp_transpiler.ir.kernel_cost import launches, moved_bytes, tensor_bytes
 from amp_transpiler.ir.nodes import Operator
@@ -80,8 +81,8 @@ class _Walk:
         graph = lowered.model.graph
         self.nodes = graph.node
         self.content = {tensor.name: tensor for tensor in graph.initializer}
-        constants = ((node.output[0], node.attribute[0]) for node in graph.node if node.op_type == "Constant")
-        self.content |= {name: proto.t for name, proto in constants if proto.name == "value"}
+        made = ((node.output[0], constant_tensor(node)) for node in graph.node if node.op_type == "Constant")
+        self.content |= {name: tensor for name, tensor in made if tensor is not None}
         self.unknown: list[str] = []
 
     def node(self, node: onnx.NodeProto, origin: Operator | None, types: Types, nested: bool) -> list[Kernel]:

@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 
 from amp_transpiler.errors import PrecisionError
+from amp_transpiler.ir.constant_data import held_data
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import CastTensor, as_array, byte_size, chunks, held, tensor_type
 from amp_transpiler.ir.types import FLOATS, LIMITS, ONNX_TYPES, numpy_dtype
@@ -21,25 +22,14 @@ _LARGE = 1 << 16
 _TINY, _BATCH = 1 << 12, 256
 #: Operators that hold what they make.
 _HOLDERS = frozenset({"Constant", "ConstantOfShape"})
-_ATTRIBUTES = ("value", "value_float", "value_floats")
-#: Attributes of Constant that hold no tensor, and what they are.
-_NUMBERS = {"value_float": "float32", "value_floats": "float32", "value_int": "int64", "value_ints": "int64"}
 
 
 def content(variable: Variable) -> Any:
     """The dense content of a variable or of the Constant operator that makes it, else None."""
     if variable.is_input:  # an initializer that the caller may feed over
         return None
-    if variable.data is not None:
-        return None if isinstance(variable.data, onnx.SparseTensorProto) else variable.data
-    producer = variable.producer
-    if producer is None or producer.type != "Constant" or producer.domain:
-        return None
-    for name in _ATTRIBUTES:
-        if name in producer.attrs:
-            value = producer.attrs[name]
-            return value if name == "value" else np.asarray(value, np.float32)
-    return None
+    data = held_data(variable)
+    return None if isinstance(data, onnx.SparseTensorProto) else data
 
 
 def constant_content(variable: Variable | None) -> Any:
@@ -59,14 +49,7 @@ def stored_bytes(variable: Variable) -> dict[str, int]:
 
     Constant operators count as initializers do, and of a sparse tensor its numbers and their places.
     """
-    data, producer = variable.data, variable.producer
-    if data is None and producer is not None and producer.full_type == "Constant":
-        name = next(iter(producer.attrs), "")
-        data = producer.attrs.get(name)
-        if name and name not in ("value", "sparse_value"):
-            count = len(data) if isinstance(data, list | tuple) else 1
-            dtype = _NUMBERS.get(name, "string")
-            return {dtype: byte_size(dtype, (count,))}
+    data = held_data(variable)
     parts = (data.values, data.indices) if isinstance(data, onnx.SparseTensorProto) else (data,)
     return {} if data is None else {dtype: byte_size(dtype, shape) for dtype, shape in map(tensor_type, parts)}
 
@@ -172,8 +155,7 @@ def replace(variable: Variable, array: np.ndarray | CastTensor | onnx.TensorProt
     if producer is None:
         variable.data = held(array, variable.name, variable.data)
         return
-    for name in _ATTRIBUTES:
-        producer.attrs.pop(name, None)
+    producer.attrs.clear()
     producer.attrs["value"] = array
 
 
