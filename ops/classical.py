@@ -5,29 +5,28 @@ Each reads rows of features; a vector is one row. https://onnx.ai/onnx/operators
 
 from __future__ import annotations
 
-from amp_transpiler.ir.nodes import Operator, Shape
+from amp_transpiler.ir.nodes import Operator, Shape, Types
 from amp_transpiler.ir.opdef import entry
 
 _ML = "ai.onnx.ml::"
-_Types = list[tuple[str | None, Shape | None] | None]
 
 
-def _like_data(op: Operator) -> _Types:
+def _like_data(op: Operator) -> Types:
     """Every number becomes another: a float, but where numbers that are missing are put in."""
     read = op.inputs[0]
     assert read is not None
     return [(read.dtype if op.type == "Imputer" else "float32", read.shape)]
 
 
-def _regressor(op: Operator) -> _Types:
+def _regressor(op: Operator) -> Types:
     count = op.attrs.get("n_targets", op.attrs.get("targets", 1))
     return [("float32", _of_rows(op, int(count)))]
 
 
-def _classifier(op: Operator) -> _Types:
+def _classifier(op: Operator) -> Types:
     """The label of each row, and its score for each class."""
     integers, texts = (op.attrs.get(f"classlabels_{kind}") for kind in ("int64s", "strings"))
-    labels: _Types = [("string" if texts else "int64", _of_rows(op))]
+    labels: Types = [("string" if texts else "int64", _of_rows(op))]
     return [*labels, ("float32", _of_rows(op, len(texts or integers or ())))][: len(op.outputs)]
 
 

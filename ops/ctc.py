@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.nodes import Operator, Shape
+from amp_transpiler.ir.nodes import Operator, Types
 from amp_transpiler.ir.opdef import gradient, lowering_rule, own
 from amp_transpiler.ops.common import Grads, size_of
 from amp_transpiler.ops.rnn.recurrence import recur
@@ -227,7 +227,7 @@ def _share(batch: _Batch) -> Value | None:
     return e.Reciprocal(e.Mul(symbols, e.like(batch.sizes[1], batch.logits)))
 
 
-def _types(op: Operator) -> list[tuple[str | None, Shape | None] | None]:
+def _types(op: Operator) -> Types:
     x = op.inputs[0]
     assert x is not None
     if op.attrs.get("reduction", "mean") != "none":

@@ -14,7 +14,7 @@ import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.intervals import Interval, Ranges
-from amp_transpiler.ir.nodes import Operator, Shape
+from amp_transpiler.ir.nodes import Operator, Types
 from amp_transpiler.ir.opdef import gradient, lowering_rule, range_rule, traits
 from amp_transpiler.lists import keep_fp32
 from amp_transpiler.ops.common import shape_of, size_of, summed_to
@@ -62,14 +62,14 @@ def _through_statistics(e: Emitter, d_normal: Value, normal: Value, r: Value, al
 
 
 # -- LayerNormalization ------------------------------------------------------------------------------
-def _like_data(op: Operator) -> list[tuple[str | None, Shape | None] | None]:
+def _like_data(op: Operator) -> Types:
     """Y is like X. ONNX's own inference refuses fp32 scales beside 16-bit data, which programs have here."""
     data = op.inputs[0]
     assert data is not None
     return [(data.dtype, data.shape)]
 
 
-def _layer_types(op: Operator) -> list[tuple[str | None, Shape | None] | None]:
+def _layer_types(op: Operator) -> Types:
     """Y is like X; mean and inverse deviation are fp32, of size 1 along the normalised axes."""
     data = op.inputs[0]
     assert data is not None

@@ -17,7 +17,7 @@ from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.decompose import Parts, decomposition
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.intervals import Interval, Ranges
-from amp_transpiler.ir.nodes import Operator, Shape, Variable
+from amp_transpiler.ir.nodes import Operator, Types, Variable
 from amp_transpiler.ir.opdef import gradient, lowering_rule, range_rule, traits
 from amp_transpiler.ir.reasons import Kind
 from amp_transpiler.ir.types import HALF
@@ -107,7 +107,7 @@ def simplified_layer_normalization(d: Parts, op: Operator, x: Variable, scale: V
     return [d.Mul(d.cast(normal, x.dtype), scale), inverse]
 
 
-def _rms_types(op: Operator) -> list[tuple[str | None, Shape | None] | None]:
+def _rms_types(op: Operator) -> Types:
     """Y is like X; the inverse root is fp32, of size 1 along the normalised axes."""
     data = op.inputs[0]
     assert data is not None

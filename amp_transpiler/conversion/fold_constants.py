@@ -24,7 +24,7 @@ from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.annotate import annotate, refine
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import infer_operator, static
-from amp_transpiler.ir.nodes import CAPTURE, Operator, Shape, Variable, origin
+from amp_transpiler.ir.nodes import CAPTURE, Operator, TensorType, Variable, origin
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.proto_residue import listed_inputs
 from amp_transpiler.ir.tensors import as_array, byte_size, tensor_type
@@ -126,10 +126,10 @@ class _Known:
     """The types of what can be computed, and the content of what is known and small."""
 
     def __init__(self) -> None:
-        self.types: dict[int, tuple[str | None, Shape | None]] = {}
+        self.types: dict[int, TensorType] = {}
         self.arrays: dict[Variable, np.ndarray] = {}
 
-    def __getitem__(self, variable: Variable) -> tuple[str | None, Shape | None]:
+    def __getitem__(self, variable: Variable) -> TensorType:
         return self.types.get(variable.key, (variable.dtype, variable.shape))
 
     def value(self, variable: Variable) -> np.ndarray | None:

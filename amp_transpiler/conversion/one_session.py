@@ -11,7 +11,7 @@ import onnx
 from amp_transpiler.errors import AmpError
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import type_proto
-from amp_transpiler.ir.nodes import Operator, Shape, Variable
+from amp_transpiler.ir.nodes import Operator, TensorType, Variable
 from amp_transpiler.passes.lowering.place import CPUPlace
 from amp_transpiler.runtime.budget import watched
 from amp_transpiler.runtime.session import Settings, create_session
@@ -20,7 +20,7 @@ from amp_transpiler.runtime.session import Settings, create_session
 def ran(
     program: Graph,
     operators: Sequence[Operator],
-    types: Callable[[Variable], tuple[str | None, Shape | None]],
+    types: Callable[[Variable], TensorType],
     arrays: Mapping[Variable, np.ndarray],
 ) -> dict[Variable, np.ndarray] | None:
     """What operators of ``program`` make, in order, of the ``arrays`` of variables; None where the run fails."""

@@ -12,7 +12,7 @@ from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.contrib_types import contrib_types
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Declared, from_type_proto, infer_operator, static
-from amp_transpiler.ir.nodes import Operator, Shape, Variable
+from amp_transpiler.ir.nodes import Operator, Shape, TensorType, Variable
 from amp_transpiler.ir.onnx_inference import INVENTED, inferred_types, size_of
 from amp_transpiler.ir.onnx_out import weightless
 
@@ -29,7 +29,7 @@ def annotate(program: Graph, model: onnx.ModelProto | None = None) -> None:
 
 
 #: What inference says of a tensor, by the bytes of its type: a program has few types, and thousands of tensors.
-_Said = dict[bytes, tuple[str | None, Shape | None]]
+_Said = dict[bytes, TensorType]
 
 
 def _assign(program: Graph, graph: onnx.GraphProto, said: _Said) -> None:

@@ -20,7 +20,7 @@ from amp_transpiler.ir.constant_data import held_data
 from amp_transpiler.ir.contrib_types import DOMAIN, settled_types
 from amp_transpiler.ir.evaluation import fold
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.nodes import OWN, Operator, Shape, Variable
+from amp_transpiler.ir.nodes import OWN, Operator, Shape, TensorType, Types, Variable
 from amp_transpiler.ir.onnx_inference import ONNX_ERRORS, settle_scales
 from amp_transpiler.ir.opdef import lookup
 from amp_transpiler.ir.rule_errors import rule_of
@@ -28,7 +28,7 @@ from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.ir.types import NAMES, ONNX_TYPES, RANK
 
 #: What an operator reads: element type and shape, or the type as protobuf; and its content as protobuf, where known.
-Read = tuple[tuple[str | None, Shape | None] | bytes, bytes | None]
+Read = tuple[TensorType | bytes, bytes | None]
 _ARITHMETIC = frozenset({"int32", "int64", "bool", "float32"})  # what shapes are computed in
 _SHORT = 4096  # bytes of attributes and contents up to which the types that come of them are kept
 _SMALL = 256  # elements: more than any shape vector, less than any weight
@@ -49,7 +49,7 @@ def type_proto(dtype: str | None, shape: Shape | None) -> onnx.TypeProto:
     return proto
 
 
-def from_type_proto(proto: onnx.TypeProto, name: str) -> tuple[str | None, Shape | None]:
+def from_type_proto(proto: onnx.TypeProto, name: str) -> TensorType:
     """Element type name and shape of an ONNX tensor type. GraphError: too many dimensions for an array.
 
     ``name``: of the tensor, for the error.
@@ -102,7 +102,7 @@ class Shapes:
         self, program: Graph, feed_shapes: Mapping[str, tuple[int, ...]] | None = None, around: Shapes | None = None
     ) -> None:
         self.program = program
-        self.types: dict[int, tuple[str | None, Shape | None]] = {}
+        self.types: dict[int, TensorType] = {}
         self.values: dict[int, np.ndarray] = {}
         feed_shapes = feed_shapes or {}
         for variable in program.variables:
@@ -149,7 +149,7 @@ class Shapes:
         """Put the types of what the operator makes into ``types``: those of what it reads are there."""
         infer_operator(op, self)
 
-    def __getitem__(self, variable: Variable) -> tuple[str | None, Shape | None]:
+    def __getitem__(self, variable: Variable) -> TensorType:
         return self.types.get(variable.key, (variable.dtype, variable.shape))
 
     def value(self, variable: Variable) -> np.ndarray | None:
@@ -190,10 +190,10 @@ class Declared:
     """The types that variables already carry; what :func:`infer_operator` uses while a program is built."""
 
     def __init__(self) -> None:
-        self.types: dict[int, tuple[str | None, Shape | None]] = {}
+        self.types: dict[int, TensorType] = {}
         self.values: dict[int, np.ndarray] = {}
 
-    def __getitem__(self, variable: Variable) -> tuple[str | None, Shape | None]:
+    def __getitem__(self, variable: Variable) -> TensorType:
         return variable.dtype, variable.shape
 
     def value(self, variable: Variable) -> np.ndarray | None:
@@ -205,7 +205,7 @@ def infer_operator(op: Operator, env: Any) -> None:
     """Put the types of the operator's outputs into ``env``."""
     found = lookup(op)
     rule = (None if found is None else found.infer) or (settled_types if op.domain == DOMAIN else None)
-    results: list[tuple[str | None, Shape | None] | None]
+    results: Types
     if rule is not None:
         with rule_of(op):
             results = list(rule(op) if not isinstance(env, Shapes) else _with_env(rule, op, env))
@@ -227,7 +227,7 @@ def declare_outputs(op: Operator) -> None:
             variable.dtype, variable.shape = env.types[variable.key]
 
 
-def _like(variable: Variable, env: Any) -> tuple[str | None, Shape | None]:
+def _like(variable: Variable, env: Any) -> TensorType:
     if variable.grad_of is not None:
         return variable.dtype, env[variable.grad_of][1]
     return variable.dtype, variable.shape
@@ -246,7 +246,7 @@ def _with_env(rule: Any, op: Operator, env: Shapes) -> Any:
             v.dtype, v.shape = dtype, shape
 
 
-def _standard(op: Operator, env: Any) -> list[tuple[str | None, Shape | None] | None]:
+def _standard(op: Operator, env: Any) -> Types:
     opset = op.program.opset(op.domain)
     if op.attrs.programs or not onnx.defs.has(op.type, opset, op.domain):
         declared = [(v.dtype, v.shape) if v is not None else None for v in op.outputs]
@@ -261,7 +261,7 @@ def _standard(op: Operator, env: Any) -> list[tuple[str | None, Shape | None] | 
         raise GraphError(f"operator '{op.label}' ({op.full_type}) does not fit its inputs: {reason}") from None
     if isinstance(env, Shapes):
         _propagate(op, values, inferred, env)
-    results: list[tuple[str | None, Shape | None] | None] = []
+    results: Types = []
     for slot, v in enumerate(op.outputs):
         if v is None:
             results.append(None)
@@ -326,8 +326,6 @@ def _node_types(
 
 
 _known_node_types = lru_cache(maxsize=4096)(_node_types)  # the layers of a net are alike
-
-Types = list[tuple[str | None, Shape | None] | None]
 
 
 def _of_branches(op: Operator, env: Shapes, declared: Types) -> Types:

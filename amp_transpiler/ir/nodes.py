@@ -27,6 +27,10 @@ OWN = "amp_transpiler"
 CAPTURE = "capture"
 
 Shape = tuple[int | str | None, ...]
+#: Element type and shape of a variable, each None where it is unknown.
+TensorType = tuple[str | None, Shape | None]
+#: Those of an operator's outputs; None for one that is left out.
+Types = list[TensorType | None]
 
 
 class Variable(PythonOperators):

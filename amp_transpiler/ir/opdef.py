@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.exchange_call import Exchange
 from amp_transpiler.ir.intervals import RangeRule
-from amp_transpiler.ir.nodes import OWN, Operator, Shape
+from amp_transpiler.ir.nodes import OWN, Operator, TensorType
 from amp_transpiler.ir.traits import Traits
 from amp_transpiler.lists import PlaceTraits, plain_domain, written_out
 from amp_transpiler.option_checks import shown
@@ -30,7 +30,7 @@ T = TypeVar("T")
 #: ``rule(e, op, *inputs) -> outputs``; None: the place computes the operator as it stands.
 Rule = Callable[..., Sequence[Any] | None]
 AnyRule = TypeVar("AnyRule", bound=Rule)
-Infer = Callable[[Operator], Sequence[tuple[str | None, Shape | None] | None]]
+Infer = Callable[[Operator], Sequence[TensorType | None]]
 #: Fixed shapes by slot; None where a slot is left out.
 SlotShapes = Sequence[tuple[int, ...] | None]
 Flops = Callable[[Mapping[str, Any], SlotShapes, SlotShapes], int]

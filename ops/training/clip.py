@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.nodes import Operator, Types
 from amp_transpiler.ir.opdef import Slots, lowering_rule, own
 from amp_transpiler.ops.training.all_reduce import ALL_REDUCE
 from amp_transpiler.ops.training.dealt_gradients import rescaled_part
 from amp_transpiler.ops.training.exchange import exchanged
 from amp_transpiler.ops.training.rows import joined, parts, rows_of
-from amp_transpiler.ops.training.scaling import Types, master_type, rescaled
+from amp_transpiler.ops.training.scaling import master_type, rescaled
 
 GLOBAL_NORM, NORM, VALUE = "ClipGradByGlobalNorm", "ClipGradByNorm", "ClipGradByValue"
 CLIPS = frozenset({GLOBAL_NORM, NORM, VALUE})

@@ -14,9 +14,8 @@ import math
 from collections.abc import Sequence
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.nodes import Operator, Types
 from amp_transpiler.ir.opdef import lowering_rule, own
-from amp_transpiler.ops.training.scaling import Types
 
 INSPECT, SUMMARY = "InspectGradients", "StepSummary"
 

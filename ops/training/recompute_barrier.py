@@ -9,14 +9,12 @@ gradient that reaches the segment, whatever its value is, so that nothing of the
 from __future__ import annotations
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.nodes import Operator, Shape
+from amp_transpiler.ir.nodes import Operator, Types
 from amp_transpiler.ir.opdef import lowering_rule, own, traits
 from amp_transpiler.ops.common import multiple, times
 from amp_transpiler.ops.training.random import masked
 
 TOKEN, INPUT, DROPOUT = "RecomputeToken", "RecomputeInput", "RecomputedDropout"
-
-_Types = list[tuple[str | None, Shape | None] | None]
 
 
 @lowering_rule(own(TOKEN), native=True, infer=lambda op: [("float32", ())])
@@ -27,7 +25,7 @@ def token(e: Emitter, op: Operator, gradient: Value) -> list[Value]:
     return [e.reshape(e.Mul(never, e.like(-1, never)), ())]
 
 
-def _like_input(op: Operator) -> _Types:
+def _like_input(op: Operator) -> Types:
     source = op.input(1)
     assert source is not None
     return [(source.dtype, source.shape)]
@@ -46,10 +44,10 @@ def recompute_input(e: Emitter, op: Operator, zero: Value, x: Value) -> list[Val
 traits(own(INPUT), exact=True)
 
 
-def _dropout_types(op: Operator) -> _Types:
+def _dropout_types(op: Operator) -> Types:
     source = op.input(1)
     assert source is not None
-    types: _Types = [(source.dtype, source.shape), ("bool", source.shape)]
+    types: Types = [(source.dtype, source.shape), ("bool", source.shape)]
     return types[: len(op.outputs)]
 
 

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.nodes import Operator, Shape
+from amp_transpiler.ir.nodes import Operator, Types
 from amp_transpiler.ir.opdef import Slots, lowering_rule, own
 from amp_transpiler.ops.row_sums import remember_rows
 from amp_transpiler.ops.training.all_reduce import ALL_REDUCE
@@ -56,7 +56,6 @@ _LARGE = range(2**17, 2**19)
 #: Elements in a row from which on the kernel that adds a product is faster than two.
 _LONG = 16
 
-Types = list[tuple[str | None, Shape | None] | None]
 Gate = Callable[[Value, Value], Value]
 
 

@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.nodes import Operator, Types
 from amp_transpiler.ir.opdef import Slots, lowering_rule, own
-from amp_transpiler.ops.training.scaling import Types
 
 LEARNING_RATE = "LearningRate"
 

@@ -18,14 +18,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.nodes import Operator, Shape
+from amp_transpiler.ir.nodes import Operator, Shape, Types
 from amp_transpiler.ir.opdef import lowering_rule, own
 from amp_transpiler.ops.common import row_lookup, shape_of, size_of, sliced
 from amp_transpiler.ops.row_sums import added_rows, remember_rows
 from amp_transpiler.ops.training.branches import as_tensor, emulating
 
 GATHER, MERGE, DENSE = "GatherRowsGrad", "MergeRows", "DenseRows"
-Types = list[tuple[str | None, Shape | None] | None]
 
 
 def _count(shapes: Sequence[Shape | None]) -> int | None:
