@@ -75,7 +75,7 @@ CASES: dict[str, tuple[list[Array | None], dict[str, Any]]] = {
         },
     ),
     "NegativeLogLikelihoodLoss": ([ROWS, LABELS], {}),
-    "Pad": ([X, ints(0, 0, 1, 0, 0, 1)], {}),
+    "Pad": ([X, ints(0, 0, 1, 0, 0, 1)], {"mode": "reflect"}),
     **{
         f"Reduce{how}": ([X, ints(1)], {})
         for how in ("Sum", "Mean", "Max", "Min", "L1", "L2", "LogSum", "LogSumExp", "Prod", "SumSquare")
