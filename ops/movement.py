@@ -13,7 +13,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.intervals import Interval, Ranges, any_of, same, same_or_zero
 from amp_transpiler.ir.metadata import only_looks
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.opdef import channel_rule, gradient, no_gradient, own, range_rule, traits
+from amp_transpiler.ir.opdef import channel_rule, gradient, no_gradient, own, range_rule, traits, traits_of
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import FLOATS, HALF
 from amp_transpiler.ops.channel_rows import exchanged, lies_in_rows, restored
@@ -70,11 +70,18 @@ def _reads_alone(op: Operator) -> bool:
 @gradient("Cast", reads="dy0", native=True)
 def cast(e: Emitter, op: Operator, dy: Value) -> Grads:
     """The gradient has the element type of the input: the lowering casts, and rounds where that is 16 bit. A multiple
-    is one in 16 bit too, so that products take the number over."""
+    is one in 16 bit too, so that products take the number over; what was looked up in a smaller table is looked up in
+    the table in 16 bit."""
     made, (base, factor) = op.outputs[0], multiple(e, dy)
-    if factor != 1 and e.at.fused and made is not None and made.dtype in HALF and base.dtype not in HALF:
+    if not e.at.fused or made is None or made.dtype not in HALF or base.dtype in HALF:
+        return [dy]
+    if factor != 1:
         return [times(e, e.cast(base, made.dtype), factor)]
-    return [dy]
+    maker = e.makers.get(dy.name)
+    table = maker.inputs[0] if maker is not None and traits_of(maker.type).lookup else None
+    if maker is None or table is None or math.prod(size_of(table)) >= math.prod(size_of(dy)):
+        return [dy]
+    return [e.op(maker.type, e.cast(table, made.dtype), *maker.inputs[1:], shape=dy.shape, **maker.attrs)]
 
 
 @gradient("CastLike", reads="dy0", inputs=[0], native=True)
