@@ -210,6 +210,14 @@ def added_multiple(e: Emitter, x: Value, y: Value, number: float) -> Value:
     return e.reshape(e.op("GatedAdd", *flat, e.const([[number]], x.dtype), domain=DOMAIN, shape=line), size_of(x))
 
 
+def plus_product(e: Emitter, x: Value, y: Value, z: Value) -> Value:
+    """x + y z, element by element, of matrices alike; in fp32 on a GPU one kernel."""
+    if not e.at.fused or x.dtype != "float32":
+        return e.Add(x, e.Mul(y, z))
+    rows, width = size_of(x)
+    return _post_mix(e, x, None, e.reshape(y, (rows, 1, width)), z)
+
+
 def _post_mix(e: Emitter, x: Value, a: Value | None, gates: Value, z: Value) -> Value:
     """a x + gates z: a number of each row, or all 1; a gate for each row [rows, 1], or for each element."""
     shape = size_of(x)

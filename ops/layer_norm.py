@@ -18,12 +18,15 @@ from amp_transpiler.ir.nodes import Operator, Types
 from amp_transpiler.ir.opdef import gradient, lowering_rule, range_rule, traits
 from amp_transpiler.lists import keep_fp32
 from amp_transpiler.ops.common import shape_of, size_of, summed_to
-from amp_transpiler.ops.gpu_kernels import along_rows, column_product, product
+from amp_transpiler.ops.gpu_kernels import along_even_rows, along_rows, column_product, product
 from amp_transpiler.ops.norm import normalised_range
+from amp_transpiler.ops.norm_parts import correlation
 
 _EPSILON = 1e-5
 #: Beside the variance of a gradient, of which nothing is known: small enough for the smallest numbers of fp16.
 _LEAST = 1e-20
+#: So many products at once: a grid of CUDA has no more blocks along its third axis.
+_MOST_PRODUCTS = 2**16 - 1
 #: Longer constants are made at run time.
 _LONG = 1 << 16
 
@@ -32,23 +35,26 @@ def _mixes_types(op: Operator) -> bool:
     return len({v.dtype for v in op.inputs if v is not None}) > 1
 
 
-def _normalised(e: Emitter, rows: Value, epsilon: float) -> tuple[Value, Value]:
-    """(x - mean) r for each row of a matrix, in its type, and r = 1 / sqrt(variance + epsilon), [rows, 1] in fp32."""
+def _normalised(e: Emitter, rows: Value, epsilon: float) -> tuple[Value, Value, Value]:
+    """(x - mean) r for each row of a matrix, in its type, the mean and r = 1 / sqrt(variance + epsilon), which are
+    [rows, 1] in fp32."""
     if not e.at.runs:  # the evaluator computes this operator in fp32
-        deviation = e.op("Sub", rows, e.ReduceMean(rows, e.ints(1), keepdims=1), shape=rows.shape)
+        mean = e.ReduceMean(rows, e.ints(1), keepdims=1)
+        deviation = e.op("Sub", rows, mean, shape=rows.shape)
         variance = e.ReduceMean(e.Mul(deviation, deviation), e.ints(1), keepdims=1)
         r = e.Reciprocal(e.Sqrt(e.Add(variance, e.like(epsilon, variance))))
-        return e.op("Mul", deviation, r, shape=rows.shape), r
+        return e.op("Mul", deviation, r, shape=rows.shape), mean, r
     width = size_of(rows)[1]
     if width <= _LONG:
         ones = e.const(np.ones(width), rows.dtype)
     else:
         ones = e.Expand(e.cast(e.Add(e.scalar("zero"), e.const(1.0, "float32")), rows.dtype), e.ints(width))
-    normal, _, r = e.op(
+    normal, *vectors = e.op(
         "LayerNormalization", rows, ones, outputs=3, epsilon=epsilon, dtype=(rows.dtype, "float32", "float32")
     )
     shape = size_of(rows)
-    return Value(normal.name, normal.dtype, shape), Value(r.name, r.dtype, (shape[0], 1))
+    mean, r = (Value(v.name, v.dtype, (shape[0], 1)) for v in vectors)
+    return Value(normal.name, normal.dtype, shape), mean, r
 
 
 def _through_statistics(e: Emitter, d_normal: Value, normal: Value, r: Value, along: Value) -> Value:
@@ -57,7 +63,7 @@ def _through_statistics(e: Emitter, d_normal: Value, normal: Value, r: Value, al
     The kernel that normalises takes the mean from d; what it divides by comes back in the factor. All are matrices,
     r fp32; ``along`` may be of 16 bit.
     """
-    centred, inverse = _normalised(e, d_normal, _LEAST)
+    centred, _, inverse = _normalised(e, d_normal, _LEAST)
     return along_rows(e, e.Div(r, inverse), centred, column_product(e, along, r), normal)
 
 
@@ -115,7 +121,7 @@ def layer_normalization_gradient(e: Emitter, op: Operator, x: Value, scale: Valu
         scale = e.Expand(scale, e.ints(*inner), shape=inner)
     dx = d_scale = None
     if e.wants(0) or e.wants(1):
-        normal, r = _normalised(e, e.reshape(x, matrix), float(op.attrs.get("epsilon", _EPSILON)))
+        normal, _, r = _normalised(e, e.reshape(x, matrix), float(op.attrs.get("epsilon", _EPSILON)))
         rows = e.reshape(dy, matrix)
         weighed = e.Mul(rows, normal)
     if e.wants(0):
@@ -138,21 +144,55 @@ def instance_normalization(e: Emitter, op: Operator, x: Value, scale: Value, bia
 def group_normalization(e: Emitter, op: Operator, x: Value, scale: Value, bias: Value) -> Sequence[Any]:
     """Composed: no place has a kernel."""
     groups = _groups(op, x)
-    normal, _ = _normalised(e, _as_rows(e, x, groups), float(op.attrs.get("epsilon", _EPSILON)))
+    normal, *_ = _normalised(e, _as_rows(e, x, groups), float(op.attrs.get("epsilon", _EPSILON)))
     normal = e.reshape(normal, groups)
     factor, shift = (_channels_of_groups(e, e.cast(v, x.dtype), groups) for v in (scale, bias))
     return [e.reshape(e.Add(e.Mul(normal, factor), shift), size_of(x))]
 
 
 @gradient("InstanceNormalization", "x0 x1 dy0", inputs=(0, 1, 2), native=True)
+def instance_normalization_gradient(e: Emitter, op: Operator, x: Value, scale: Value, dy: Value) -> Sequence[Any]:
+    """Of M positions of a channel of an image as BatchNormalization's of a channel. With dY standardised too,
+    dy = w / t + mean(dy), and k = mean(w * xhat): dX = scale * r / t * (w - k * xhat), and sums over the images
+    dB = sum(M mean(dy)), dscale = sum(M k / t)."""
+    images, channels, count = size_of(x)[0], size_of(x)[1], prod(size_of(x)[2:])
+    matrix, each, dx, d_scale = (images * channels, count), (images, channels, 1), None, None
+    w, d_mean, t = _normalised(e, e.reshape(dy, matrix), _LEAST)
+    if e.wants(0) or e.wants(1):
+        normal, _, r = _normalised(e, e.reshape(x, matrix), float(op.attrs.get("epsilon", _EPSILON)))
+        minus_k = e.reshape(_minus_correlation(e, w, normal), (matrix[0], 1))
+    if e.wants(0):
+        slopes = e.Mul(e.reshape(e.Div(r, t), each), e.reshape(e.f32(scale), (1, channels, 1)), shape=each)
+        slopes = e.reshape(slopes, (matrix[0], 1))
+        dx = e.reshape(along_even_rows(e, slopes, w, e.Mul(slopes, e.f32(minus_k)), normal), size_of(x))
+    if e.wants(1):
+        d_scale = _over_images(e, e.Div(e.f32(minus_k), t), each, -count)
+    return [dx, d_scale, _over_images(e, d_mean, each, count) if e.wants(2) else None]
+
+
+def _minus_correlation(e: Emitter, normal: Value, x_normal: Value) -> Value:
+    """Minus the mean of the products of two standardised rows, in their type, which holds it. A product for each row is
+    slow on CPU (ten times, measured), and too many at once for a GPU."""
+    if e.at.fused and size_of(normal)[0] <= _MOST_PRODUCTS:
+        return correlation(e, normal, x_normal)
+    products = e.Mul(normal, x_normal) if e.at.fused else e.Mul(e.f32(normal), e.f32(x_normal))
+    return e.cast(e.Neg(e.ReduceMean(products, e.ints(1), keepdims=1)), normal.dtype)
+
+
+def _over_images(e: Emitter, numbers: Value, each: tuple[int, int, int], factor: int) -> Value:
+    """The sum over the images of fp32 numbers of their channels, times a number."""
+    total = e.ReduceSum(e.reshape(numbers, each), e.ints(0, 2), keepdims=0, shape=each[1:2])
+    return e.Mul(total, e.like(factor, total))
+
+
 @gradient("GroupNormalization", "x0 x1 dy0", inputs=(0, 1, 2), native=True)
 def group_normalization_gradient(e: Emitter, op: Operator, x: Value, scale: Value, dy: Value) -> Sequence[Any]:
-    """Both normalise over the positions of a group of channels (one channel for InstanceNormalization)."""
+    """It normalises over the positions of a group of channels."""
     groups = _groups(op, x)
     split = e.reshape(dy, groups)
     dx = d_scale = d_bias = None
     if e.wants(0) or e.wants(1):
-        rows, r = _normalised(e, _as_rows(e, x, groups), float(op.attrs.get("epsilon", _EPSILON)))
+        rows, _, r = _normalised(e, _as_rows(e, x, groups), float(op.attrs.get("epsilon", _EPSILON)))
         weighed = e.Mul(split, e.reshape(rows, groups))
     if e.wants(0):
         factor = _channels_of_groups(e, scale, groups)
@@ -170,7 +210,7 @@ def group_normalization_gradient(e: Emitter, op: Operator, x: Value, scale: Valu
 def _groups(op: Operator, x: Value) -> tuple[int, int, int, int]:
     """The shape of [N, C, ...] as [N, groups, channels of a group, positions]."""
     shape = size_of(x)
-    groups = int(op.attrs.get("num_groups", shape[1]))
+    groups = int(op.attrs["num_groups"])
     return shape[0], groups, shape[1] // groups, prod(shape[2:])
 
 

@@ -10,10 +10,10 @@ import numpy as np
 from amp_transpiler.errors import GradientError
 from amp_transpiler.ir.decompose import Parts, decomposition
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.intervals import Interval, Ranges, any_of, hull, same, same_or_zero
+from amp_transpiler.ir.intervals import Interval, Ranges, any_of, same, same_or_zero
 from amp_transpiler.ir.metadata import only_looks
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.opdef import channel_rule, gradient, no_gradient, own, range_rule, traits
+from amp_transpiler.ir.opdef import channel_rule, gradient, no_gradient, own, range_rule, traits, traits_of
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import FLOATS, HALF
 from amp_transpiler.ops.channel_rows import exchanged, lies_in_rows, restored
@@ -70,11 +70,18 @@ def _reads_alone(op: Operator) -> bool:
 @gradient("Cast", reads="dy0", native=True)
 def cast(e: Emitter, op: Operator, dy: Value) -> Grads:
     """The gradient has the element type of the input: the lowering casts, and rounds where that is 16 bit. A multiple
-    is one in 16 bit too, so that products take the number over."""
+    is one in 16 bit too, so that products take the number over; what was looked up in a smaller table is looked up in
+    the table in 16 bit."""
     made, (base, factor) = op.outputs[0], multiple(e, dy)
-    if factor != 1 and e.at.fused and made is not None and made.dtype in HALF and base.dtype not in HALF:
+    if not e.at.fused or made is None or made.dtype not in HALF or base.dtype in HALF:
+        return [dy]
+    if factor != 1:
         return [times(e, e.cast(base, made.dtype), factor)]
-    return [dy]
+    maker = e.makers.get(dy.name)
+    table = maker.inputs[0] if maker is not None and traits_of(maker.type).lookup else None
+    if maker is None or table is None or math.prod(size_of(table)) >= math.prod(size_of(dy)):
+        return [dy]
+    return [e.op(maker.type, e.cast(table, made.dtype), *maker.inputs[1:], shape=dy.shape, **maker.attrs)]
 
 
 @gradient("CastLike", reads="dy0", inputs=[0], native=True)
@@ -160,7 +167,7 @@ def slice_(
         axis %= len(shape)
         taken = range(*slice(start, stop, step).indices(shape[axis]))
         if step < 0:
-            dy = _reversed(e, dy, axis)
+            dy = turned_round(e, dy, axis)
             taken = taken[::-1]
         dy = _spread_out(e, dy, axis, abs(step))
         before[axis], after[axis] = taken[0], shape[axis] - 1 - taken[-1]
@@ -190,10 +197,10 @@ def _put_back(e: Emitter, op: Operator, shape: Sequence[int], starts: Value, end
 
     before, end = (within(v, e.known(known)) for v, known in zip((starts, ends), op.inputs, strict=False))
     after = e.Sub(sizes, e.Max(end, before))
-    return _padded_in_run(e, dy, e.Concat(before, after, axis=0), axes, shape)
+    return padded_in_run(e, dy, e.Concat(before, after, axis=0), axes, shape)
 
 
-def _padded_in_run(e: Emitter, value: Value, pads: Value, axes: Sequence[int], shape: Sequence[int]) -> Value:
+def padded_in_run(e: Emitter, value: Value, pads: Value, axes: Sequence[int], shape: Sequence[int]) -> Value:
     """Zeros around a value, as many as the run says; where that is less than none, what is there goes."""
     dtype = value.dtype
     value = e.f32(value) if dtype == "bfloat16" else value
@@ -202,7 +209,8 @@ def _padded_in_run(e: Emitter, value: Value, pads: Value, axes: Sequence[int], s
     return e.cast(made, dtype)
 
 
-def _reversed(e: Emitter, value: Value, axis: int) -> Value:
+def turned_round(e: Emitter, value: Value, axis: int) -> Value:
+    """A value from its end to its beginning along an axis."""
     last = np.iinfo(np.int64).min + 1
     return e.Slice(value, e.ints(-1), e.ints(last), e.ints(axis), e.ints(-1), shape=value.shape)
 
@@ -217,74 +225,6 @@ def _spread_out(e: Emitter, value: Value, axis: int, step: int) -> Value:
     filled = padded_axis(e, apart, axis + 1, 0, step - 1)
     joined = e.reshape(filled, [*shape[:axis], count * step, *shape[axis + 1 :]])
     return sliced(e, joined, axis, 0, count * step - step + 1)
-
-
-@gradient("Pad", reads="x1 x3 dy0", inputs=[0], native=True)
-def pad(e: Emitter, op: Operator, pads: Value, axes: Value | None, dy: Value) -> Grads:
-    mode = op.attrs.get("mode", "constant")
-    shape = shape_of(e, 0)
-    if mode == "constant" and e.known(op.inputs[0]) is None:
-        known = integers(e, op, 1, "axes of Pad") or range(len(shape))
-        return [_padded_in_run(e, dy, e.Neg(e.cast(pads, "int64")), [axis % len(shape) for axis in known], shape)]
-    widths = integers(e, op, 0, "pads of Pad") or []
-    along = integers(e, op, 1, "axes of Pad") or list(range(len(shape)))
-    after = [0] * len(shape)
-    before = [0] * len(shape)
-    for axis, low, high in zip(along, widths[: len(along)], widths[len(along) :], strict=True):
-        axis %= len(shape)
-        before[axis], after[axis] = max(-low, 0), max(-high, 0)
-        if mode == "constant":
-            dy = sliced(e, dy, axis, max(low, 0), size_of(dy)[axis] - max(high, 0))
-        elif low > 0 or high > 0:
-            kept = shape[axis] - before[axis] - after[axis]
-            dy = _copies_added(e, dy, axis, _copied(mode, kept, max(low, 0), max(high, 0)), kept)
-    return [padded(e, dy, before, after)]
-
-
-def _copied(mode: str, size: int, low: int, high: int) -> list[int]:
-    """Which element of an axis each element of the padded axis is a copy of."""
-    at = np.arange(-low, size + high)
-    if mode == "edge":
-        return [int(i) for i in np.clip(at, 0, size - 1)]
-    if mode == "wrap":
-        return [int(i) for i in at % size]
-    period = max(2 * size - 2, 1)  # reflected at the elements of the edge, which are not repeated
-    at = at % period
-    return [int(i) for i in np.minimum(at, period - at)] if size > 1 else [0] * len(at)
-
-
-def _copies_added(e: Emitter, dy: Value, axis: int, copied: list[int], size: int) -> Value:
-    """Each element of ``dy`` added, in fp32, to the one of ``size`` that it is the gradient of a copy of.
-
-    In pieces in which the source rises, falls or stays: each is a slice, turned round or summed, with zeros around.
-    """
-    dy = e.f32(dy)
-    parts = []
-    for start, stop, step in _runs(copied, size):
-        piece = sliced(e, dy, axis, start, stop)
-        first, last = copied[start], copied[stop - 1]
-        if step == 0:
-            shape = [1 if i == axis else d for i, d in enumerate(size_of(piece))]
-            piece = e.reshape(e.reduce_sum(piece, [axis], keepdims=True), shape)
-        elif step < 0:
-            piece, first, last = _reversed(e, piece, axis), last, first
-        parts.append(padded_axis(e, piece, axis, first, size - 1 - last))
-    return e.Sum(*parts) if len(parts) > 1 else parts[0]
-
-
-def _runs(copied: list[int], size: int) -> list[tuple[int, int, int]]:
-    """[start, stop) and step of the longest pieces of ``copied`` with one step of -1, 0 or 1."""
-    runs = []
-    start = 0
-    while start < len(copied):
-        step = copied[start + 1] - copied[start] if start + 1 < len(copied) else 1
-        step = step if step in (-1, 0, 1) else 1
-        stop = start + 1
-        while stop < len(copied) and copied[stop] - copied[stop - 1] == step:
-            stop += 1
-        runs.append((start, stop, step))
-        start = stop
-    return runs
 
 
 # -- repeats ------------------------------------------------------------------------------------------
@@ -353,7 +293,6 @@ traits(*_VIEWS, *_MOVES, *_REPEATS, "Trilu", moves=(0,), exact=True)
 traits(*_VIEWS, view=True)
 traits("Slice", part=True)
 traits("Concat", moves=None, exact=True)
-traits("Pad", moves=(0, 2), exact=True, settings=(2,))
 traits("CenterCropPad", "Cast", "CastLike", moves=(0,))
 traits("CastLike", type_only=(1,))
 traits("Cast", elementwise=True)
@@ -373,14 +312,6 @@ no_gradient(*_MAKES, *_DRAWS)
 range_rule(*_VIEWS, *_MOVES, *_REPEATS)(same)
 range_rule("Trilu", "CenterCropPad")(same_or_zero)
 range_rule("Concat")(any_of)
-
-
-@range_rule("Pad")
-def _pad_range(op: Operator, ranges: Ranges) -> Interval | None:
-    if op.input(2) is not None:
-        return any_of(op, ranges)
-    value = float(op.attrs.get("value", 0.0))
-    return hull([ranges.bound(op.input(0)), (value, value)])
 
 
 @range_rule("Cast", "CastLike")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
+
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.intervals import INF, Interval, RangeRule, Ranges, magnitude, same, same_or_zero, terms
@@ -12,7 +14,7 @@ from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, lowering_rule, no_gradient, own, range_rule, traits
 from amp_transpiler.ir.reasons import Kind
 from amp_transpiler.ir.tensors import as_array
-from amp_transpiler.ir.types import HALF
+from amp_transpiler.ir.types import HALF, numpy_dtype
 from amp_transpiler.ops.common import Grads, comparable, integers, shape_of
 
 
@@ -43,11 +45,13 @@ def reduce_sum(e: Emitter, op: Operator, axes: Value | None, dy: Value) -> Grads
 
 @gradient("ReduceMean", reads="x1 dy0", native=True)
 def reduce_mean(e: Emitter, op: Operator, axes: Value | None, dy: Value) -> Grads:
-    count = math.prod(shape_of(e, 0)[i] for i in _axes(e, op, 0))
-    wide = e.f32(_kept(e, op, 0, dy))
+    count = max(math.prod(shape_of(e, 0)[i] for i in _axes(e, op, 0)), 1)
+    kept = _kept(e, op, 0, dy)
     # Rounded before it is expanded: the large tensor is written once, in its own type.
-    share = e.cast(e.Mul(wide, e.like(1 / max(count, 1), wide), shape=wide.shape), dy.dtype)
-    return [_expanded(e, share)]
+    if dy.dtype in HALF and not e.hangs(count) and float(np.array(count, numpy_dtype(dy.dtype))) == count:
+        return [_expanded(e, e.Div(kept, e.like(count, kept), shape=kept.shape))]
+    wide = e.f32(kept)
+    return [_expanded(e, e.cast(e.Mul(wide, e.like(1 / count, wide), shape=wide.shape), dy.dtype))]
 
 
 def _extreme(e: Emitter, op: Operator, x: Value, axes: Value | None, y: Value, dy: Value) -> Grads:

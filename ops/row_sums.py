@@ -7,12 +7,14 @@ do: of 4,096 rows of 64 on two threads one run in six is wrong, of 3,300 on eigh
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 import onnx
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.common import size_of, sliced
 
@@ -89,18 +91,36 @@ def _scattered(e: Emitter, total: Value, at: Value, rows: Value) -> Value:
 
 def _by_elements(e: Emitter, total: Value, at: Value, rows: Value) -> Value:
     """The same for places [n, k] by ScatterElements, which adds on one thread; of shape [places, elements of a row]."""
-    (number, k), shape = size_of(at), size_of(total)
-    width, places = math.prod(shape[k:]), math.prod(shape[:k])
-    if k > 1:
-        sizes = np.array(shape[:k], np.int64)
-        strides = np.append(np.cumprod(sizes[:0:-1])[::-1], 1)
-        below = e.op("Less", at, e.const(np.int64(0)), shape=at.shape)
-        at = e.Where(below, e.Add(at, e.const(sizes)), at, shape=at.shape)
-        at = e.op("ReduceSum", e.Mul(at, e.const(strides)), e.ints(1), keepdims=1, shape=(number, 1))
-    at = e.cast(at, "int32") if e.at.fused and places < 2**31 else at  # half the bytes, for each element
-    every = e.Expand(at, e.ints(number, width), shape=(number, width))
+    number, shape = size_of(at)[0], size_of(total)[: size_of(at)[1]]
+    width, places = math.prod(size_of(total)[len(shape) :]), math.prod(shape)
+    key = f"places {_flat(e, at).name} in {shape}, for each of {width} elements"  # layers of a graph share its edges
+    if key not in e.shared or not e.at.fused:
+        at = _in_one(e, at, shape)
+        at = e.cast(at, "int32") if e.at.fused and places < 2**31 else at  # half the bytes, for each element
+        e.shared[key] = (e.Expand(at, e.ints(number, width), shape=(number, width)),)
+    (every,) = e.shared[key]
     total, rows = e.reshape(total, (places, width)), e.reshape(rows, (number, width))
     return e.ScatterElements(total, every, rows, axis=0, reduction="add", shape=(places, width))
+
+
+def _in_one(e: Emitter, at: Value, shape: Sequence[int]) -> Value:
+    """Places [n, k] in k dimensions of these sizes as places [n, 1] in one."""
+    if len(shape) == 1:
+        return at
+    sizes = np.array(shape, np.int64)
+    strides = np.append(np.cumprod(sizes[:0:-1])[::-1], 1)
+    below = e.op("Less", at, e.const(np.int64(0)), shape=at.shape)
+    at = e.Where(below, e.Add(at, e.const(sizes)), at, shape=at.shape)
+    return e.op("ReduceSum", e.Mul(at, e.const(strides)), e.ints(1), keepdims=1, shape=(size_of(at)[0], 1))
+
+
+def _flat(e: Emitter, at: Value) -> Value:
+    """The tensor of which places are another shape."""
+    maker = e.makers.get(at.name)
+    while maker is not None and traits_of(maker.type).view and maker.inputs[0] is not None:
+        at = maker.inputs[0]
+        maker = e.makers.get(at.name)
+    return at
 
 
 def remember_rows(e: Emitter, total: Value, rows: Value, values: Value) -> Value:

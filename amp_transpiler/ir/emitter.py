@@ -35,7 +35,7 @@ _SHAPED = frozenset({"Expand", "Reshape"})
 
 @dataclass(frozen=True)
 class Maker:
-    """The elementwise operator or view of ai.onnx, or the product, that made a tensor."""
+    """The elementwise operator, view or lookup of ai.onnx, or the product, that made a tensor."""
 
     type: str
     inputs: tuple[Value | None, ...]
@@ -89,7 +89,7 @@ class Emitter:
         self.hangs: Callable[[int], bool] = lambda size: False
         #: Values that several rules share, under a key of their maker's choice.
         self.shared: dict[str, tuple[Value, ...]] = {}
-        #: What made the results of elementwise operators, views and products, by tensor.
+        #: What made the results of elementwise operators, views, lookups and products, by tensor.
         self.makers: dict[str, Maker] = {}
         #: Tensors that were joined by what they were made of: the tensor of all of them, and what each was made of.
         self.joined_through: dict[str, tuple[str, tuple[str, ...]]] = {}
@@ -186,7 +186,7 @@ class Emitter:
         names = [self.name(type_) for _ in kinds]
         self.nodes.append(emitted_node(type_, ["" if v is None else v.name for v in inputs], names, domain, attrs))
         values = tuple(Value(n, k, None if shape is None else tuple(shape)) for n, k in zip(names, kinds, strict=True))
-        if traits.product or (not domain and (traits.elementwise or traits.view)):
+        if traits.product or (not domain and (traits.elementwise or traits.view or traits.lookup)):
             self.makers[names[0]] = Maker(type_, tuple(inputs), attrs)
         if shape is not None and math.prod(shape) == 1:
             self.scalars |= {v.name: self.tensor_type(v) for v in values}

@@ -9,7 +9,8 @@ import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import OWN, Operator, Variable
-from amp_transpiler.ops.common import size_of
+from amp_transpiler.ir.types import HALF
+from amp_transpiler.ops.common import size_of, summed_to
 from amp_transpiler.ops.rnn.recurrence import FEW, concat
 
 #: A batch of fewer rows takes no longer on the left of a product.
@@ -17,12 +18,15 @@ _WIDE = 8
 
 
 def pick(e: Emitter, value: Value, index: int, axis: int) -> Value:
-    """``value[:, .., index]`` at ``axis``."""
+    """``value[:, .., index]`` at ``axis``, made once."""
     shape = list(size_of(value))
     del shape[axis]
     if size_of(value)[axis] == 1:
         return e.reshape(value, shape)
-    return e.Gather(value, e.const(np.int64(index)), axis=axis, shape=shape)
+    key = f"{index} along axis {axis} of {value.name}"
+    if key not in e.shared:
+        e.shared[key] = (e.Gather(value, e.const(np.int64(index)), axis=axis, shape=shape),)
+    return e.shared[key][0]
 
 
 def split(e: Emitter, value: Value, parts: int, axis: int = -1) -> list[Value]:
@@ -55,7 +59,11 @@ def sequence_of(op: Operator) -> Variable | None:
 
 @dataclass(frozen=True)
 class Layer:
-    """One recurrent operator on a batch; all values are at layout 0 (time first)."""
+    """One recurrent operator on a batch; all values are at layout 0 (time first).
+
+    They are fp32, but in gradients on a GPU: there input and weights are in 16 bit what they are, and products of all
+    steps at once are products in 16 bit.
+    """
 
     e: Emitter
     op: Operator
@@ -74,6 +82,15 @@ class Layer:
         first = bool(op.attrs.get("layout", 0))
         x = e.transpose(x, [1, 0, 2]) if first else x
         return cls(e, op, x, w, r, b, lengths, first)
+
+    @classmethod
+    def in_products(
+        cls, e: Emitter, op: Operator, x: Value, w: Value, r: Value, b: Value | None, lengths: Value | None
+    ) -> Layer:
+        """From the inputs that a gradient reads, in the type in which products of all steps read them."""
+        if not e.at.fused:
+            x, w, r, b = (e.f32(x), e.f32(w), e.f32(r), b and e.f32(b))
+        return cls.of(e, op, x, w, r, b, lengths)
 
     @property
     def steps(self) -> int:
@@ -184,7 +201,7 @@ class Direction:
 
     def backwards(self) -> Callable[[Value], Value]:
         """``gradient of the state's part of the gates -> gradient of the state``."""
-        e, r = self.e, self.r
+        e, r = self.e, self.e.f32(self.r)
         if not self.layer.columns:
             return lambda dgates: e.MatMul(dgates, r)
         turned = e.transpose(r, [1, 0])
@@ -196,6 +213,13 @@ class Direction:
             return OverAll(self.e, values, False)
         return OverAll(self.e, self.e.transpose(rows(self.e, values), [1, 0]), True)
 
+    def as_stored(self, gradient: Value) -> Value:
+        """A gradient of all steps, rounded where the operator is of 16 bit: as a GPU's products read it."""
+        e, read, kind = self.e, self.layer.op.inputs[0], self.layer.x.dtype
+        if read is None or read.dtype not in HALF or not (kind in HALF or e.emulates):
+            return gradient
+        return e.cast(e.cast(gradient, read.dtype), kind)
+
     def biases(self) -> list[Value | None]:
         """The biases of the input's and of the state's part, each [gates * hidden]."""
         b = self.layer.b
@@ -206,8 +230,9 @@ class Direction:
         layer = self.layer
         state = layer.state(state)
         if state is None:
-            return self.e.zeros((layer.batch, layer.hidden), layer.x.dtype)
-        return pick(self.e, state, self.index, 0)
+            wide = "float32" if layer.x.dtype in HALF else layer.x.dtype
+            return self.e.zeros((layer.batch, layer.hidden), wide)
+        return self.e.f32(pick(self.e, state, self.index, 0))
 
     def last(self, dlast: Value | None) -> Value:
         """This direction's part of the gradient of a last state."""
@@ -237,7 +262,7 @@ class Direction:
     def previous(self, states: Value, initial: Value, padded: bool = False) -> Value:
         """For every step the state before it. ``padded``: steps behind a sequence's end hold 0, not a state (of Y)."""
         e, (steps, *sizes) = self.e, size_of(states)
-        initial = e.reshape(initial, (1, *sizes))
+        initial = e.cast(e.reshape(initial, (1, *sizes)), states.dtype)
         if steps == 1:
             return initial
         times = np.arange(steps)
@@ -265,7 +290,10 @@ class OverAll:
 
     def total(self) -> Value:
         """Their sum, [units]."""
-        units = size_of(self.values)[0 if self.units_first else 2]
+        shape = size_of(self.values)
+        if self.values.dtype in HALF:
+            return summed_to(self.e, self.values, shape[2:], shape)
+        units = shape[0 if self.units_first else 2]
         return self.e.reshape(self.e.reduce_sum(self.values, [1] if self.units_first else [0, 1]), (units,))
 
 

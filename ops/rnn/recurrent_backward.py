@@ -5,7 +5,8 @@ from its output Y: the previous hidden state of every step is Y shifted by one, 
 two matrix products. The recurrences that are left hold no more than they must: the cell states of an LSTM, and the
 gradients of the states, backwards. A step of these is a matrix product and a few elementwise operators, because
 each gate's gradient is the state's times a factor that is known for all steps. The gradients of weights and
-input are large matrix products again. Arithmetic is fp32; each result is rounded once.
+input are large matrix products again. Arithmetic is fp32, but for the products of all steps on a GPU: of what is 16 bit
+these are products of 16 bit, which take the gates' gradients rounded. Each result is rounded once.
 
 With sequence lengths, a state passes unchanged through the steps behind a sequence's end, in both directions.
 """
@@ -19,6 +20,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, traits
 from amp_transpiler.ops.common import Grads, size_of
+from amp_transpiler.ops.gpu_kernels import plus_product
 from amp_transpiler.ops.rnn.directions import Direction, Layer, assembled, pick, product, rows, split
 from amp_transpiler.ops.rnn.gates import Activation, activations, unknown
 from amp_transpiler.ops.rnn.recurrence import concat, recur, rows_of
@@ -38,6 +40,7 @@ def _backwards(
     hold them. What is turned in a step is in the cache, and onnxruntime moves no Transpose into it.
     """
     e, dys, valid = d.e, d.sequence(dy), d.valid()
+    dys = None if dys is None else e.f32(dys)
     extra = [v for v in (dys, valid) if v is not None]
 
     def step(old: Sequence[Value], slices: Sequence[Value]) -> tuple[list[Value], list[Value]]:
@@ -67,11 +70,12 @@ def _of_weights(d: Direction, of_input: Value, of_state: Value, previous: Value 
     They come from those [steps, batch, gates * hidden] of the input's and the state's part of the gates.
     """
     e, found = d.e, Found()
+    same, of_input = of_state is of_input, d.as_stored(of_input)
     if e.wants(0):
         flat, w = rows(e, of_input), d.w
         found[0] = e.Gemm(flat, w, shape=(size_of(flat)[0], size_of(w)[1]))
     over_input = d.over_all(of_input)
-    over_state = over_input if of_state is of_input else d.over_all(of_state)
+    over_state = over_input if same else d.over_all(d.as_stored(of_state))
     if e.wants(1):
         found[1] = over_input.product(rows(e, d.layer.x))
     if e.wants(2) and previous is not None:
@@ -91,19 +95,25 @@ def _parts(d: Direction, previous: Value) -> tuple[Value, Value]:
     of_input, of_state = d.biases()
     shape = (layer.steps, layer.batch, size_of(layer.w)[1])
     return (
-        d.turned(e.reshape(product(e, rows(e, layer.x), d.w, of_input), shape)),
-        d.turned(e.reshape(product(e, rows(e, previous), d.r, of_state), shape)),
+        d.turned(e.f32(e.reshape(product(e, rows(e, layer.x), d.w, of_input), shape))),
+        d.turned(e.f32(e.reshape(product(e, rows(e, previous), d.r, of_state), shape))),
     )
 
 
 def _gates(d: Direction, previous: Value) -> Value:
     """All gates, the sum of the two parts, of an operator that is no GRU."""
-    kept = d.kept()
-    return d.e.Add(*_parts(d, previous)) if kept is None else kept[1]
+    e, layer, kept = d.e, d.layer, d.kept()
+    if kept is not None:
+        return kept[1]
+    bias, of_state = d.biases()
+    if bias is not None and of_state is not None:
+        bias = e.cast(e.Add(e.f32(bias), e.f32(of_state)), bias.dtype)
+    gates = product(e, rows(e, previous), d.r, product(e, rows(e, layer.x), d.w, bias))
+    return d.turned(e.f32(e.reshape(gates, (layer.steps, layer.batch, size_of(layer.w)[1]))))
 
 
 # -- RNN -------------------------------------------------------------------------------------------------------------
-@gradient("RNN", reads="x0 x1 x2 x3 x4 x5 y0 dy0 dy1", inputs=[0, 1, 2, 3, 5], refuse=unknown)
+@gradient("RNN", reads="x0 x1 x2 x3 x4 x5 y0 dy0 dy1", inputs=[0, 1, 2, 3, 5], native=True, refuse=unknown)
 def rnn(
     e: Emitter,
     op: Operator,
@@ -117,7 +127,7 @@ def rnn(
     dy: Value | None,
     dlast: Value | None,
 ) -> Grads:
-    layer = Layer.of(e, op, x, w, r, b, lengths)
+    layer = Layer.in_products(e, op, x, w, r, b, lengths)
     kinds = activations(op, layer.directions)
     return assembled(layer, [_rnn(d, kinds[d.index][0], h0, y, dy, dlast) for d in layer.each()])
 
@@ -139,11 +149,17 @@ def _rnn(d: Direction, f: Activation, h0: Value | None, y: Value, dy: Value | No
 def _previous(d: Direction, y: Value, h0: Value | None) -> Value:
     sequence = d.sequence(y)
     assert sequence is not None
-    return d.previous(sequence, d.state(h0), padded=True)
+    return d.previous(d.e.cast(sequence, d.layer.x.dtype), d.state(h0), padded=True)
 
 
 # -- LSTM ------------------------------------------------------------------------------------------------------------
-@gradient("LSTM", reads="x0 x1 x2 x3 x4 x5 x6 x7 y0 dy0 dy1 dy2", inputs=[0, 1, 2, 3, 5, 6, 7], refuse=unknown)
+@gradient(
+    "LSTM",
+    reads="x0 x1 x2 x3 x4 x5 x6 x7 y0 dy0 dy1 dy2",
+    inputs=[0, 1, 2, 3, 5, 6, 7],
+    native=True,
+    refuse=unknown,
+)
 def lstm(
     e: Emitter,
     op: Operator,
@@ -160,7 +176,7 @@ def lstm(
     dlast: Value | None,
     dcell: Value | None,
 ) -> Grads:
-    layer = Layer.of(e, op, x, w, r, b, lengths)
+    layer = Layer.in_products(e, op, x, w, r, b, lengths)
     kinds = activations(op, layer.directions)
     return assembled(layer, [_lstm(_Cells.of(d, kinds[d.index], h0, c0, p, y), dy, dlast, dcell) for d in layer.each()])
 
@@ -185,7 +201,7 @@ class _Cells:
         e, coupled = d.e, bool(d.layer.op.attrs.get("input_forget", 0))
         previous = _previous(d, y, h0)
         i, o, f, c = split(e, _gates(d, previous), 4, 1 + d.units)
-        peepholes = None if p is None else [d.column(v) for v in split(e, pick(e, p, d.index, 0), 3)]
+        peepholes = None if p is None else [d.column(v) for v in split(e, e.f32(pick(e, p, d.index, 0)), 3)]
         initial = d.turned(d.state(c0))
         kept = d.kept()
         after = _cells(d, kinds, coupled, [i, f, c], peepholes, initial) if kept is None else kept[2]
@@ -225,7 +241,7 @@ def _cells(
         else:
             i, forget = opened(*(e.Add(v, e.Mul(old, p)) for v, p in zip(slices[:2], peepholes[::2], strict=True)))
             added = e.Mul(i, slices[2])
-        new = e.Add(e.Mul(old, forget), added)
+        new = plus_product(e, added, old, forget)
         if valid is not None:
             new = e.Where(slices[-1], new, old, shape=old.shape)
         return [new], [new]
@@ -250,7 +266,7 @@ def _lstm(cells: _Cells, dy: Value | None, dlast: Value | None, dcell: Value | N
 
     def back(states: list[Value], slices: Sequence[Value]) -> tuple[list[Value], list[Value]]:
         (dh, dc), (factor, to_c, keep) = states, slices
-        dc = e.Add(dc, e.Mul(dh, to_c))
+        dc = plus_product(e, dc, dh, to_c)
         if peepholes is not None:
             dc = e.Add(dc, e.Mul(e.Mul(dh, split(e, factor, 4, d.units)[1]), peepholes[1]))
         dgates = e.Mul(concat(e, [dc, dh, dc, dc], d.units), factor)
@@ -272,7 +288,7 @@ def _lstm(cells: _Cells, dy: Value | None, dlast: Value | None, dcell: Value | N
 
 
 # -- GRU -------------------------------------------------------------------------------------------------------------
-@gradient("GRU", reads="x0 x1 x2 x3 x4 x5 y0 dy0 dy1", inputs=[0, 1, 2, 3, 5], refuse=unknown)
+@gradient("GRU", reads="x0 x1 x2 x3 x4 x5 y0 dy0 dy1", inputs=[0, 1, 2, 3, 5], native=True, refuse=unknown)
 def gru(
     e: Emitter,
     op: Operator,
@@ -286,9 +302,12 @@ def gru(
     dy: Value | None,
     dlast: Value | None,
 ) -> Grads:
-    layer = Layer.of(e, op, x, w, r, b, lengths)
+    after = bool(op.attrs.get("linear_before_reset", 0))
+    if not after:
+        x, w, r, b = e.f32(x), e.f32(w), e.f32(r), b and e.f32(b)
+    layer = Layer.in_products(e, op, x, w, r, b, lengths)
     kinds = activations(op, layer.directions)
-    rule = _gru_after if op.attrs.get("linear_before_reset", 0) else _gru_before
+    rule = _gru_after if after else _gru_before
     return assembled(layer, [rule(d, kinds[d.index], h0, y, dy, dlast) for d in layer.each()])
 
 
@@ -309,7 +328,7 @@ def _gru_after(
     z, z_slope = f(e, e.Add(xz, hz))
     reset, reset_slope = f(e, e.Add(xr, hr))
     candidate, slope = g(e, e.Add(xh, e.Mul(reset, hh)))
-    dz = e.Mul(e.Sub(d.turned(previous), candidate), z_slope)
+    dz = e.Mul(e.Sub(e.f32(d.turned(previous)), candidate), z_slope)
     dcandidate = e.Mul(e.Sub(e.like(1, z), z), slope)
     dreset = e.Mul(dcandidate, e.Mul(hh, reset_slope))
     factors = _within(d, concat(e, [dz, dreset, e.Mul(dcandidate, reset)], axis))
@@ -318,7 +337,7 @@ def _gru_after(
     def back(states: list[Value], slices: Sequence[Value]) -> tuple[list[Value], list[Value]]:
         dh, (factor, keep) = states[0], slices
         dgates = e.Mul(concat(e, [dh] * 3, d.units), factor)
-        return [e.Add(through(dgates), e.Mul(dh, keep))], [dh, dgates]
+        return [plus_product(e, through(dgates), dh, keep)], [dh, dgates]
 
     (dh0,), (dh, of_state) = _backwards(d, back, [d.last(dlast)], [factors, z], dy)
     dz, dreset, _ = split(e, of_state, 3)

@@ -32,6 +32,12 @@ gat ({real}[5,3] x, int64[2,7] edges) => ({real}[5,4] y)
   like = Shape(hq)  places = Expand(iw, like)
   y = ScatterElements <reduction = "add"> (empty, places, hq)
 }}"""
+#: Two layers that take each node's row to its neighbours and add up there what came.
+SUMS = """<ir_version: 8, opset_import: ["" : 18]>
+sums (float[4,64] x, int64[12] there, int64[12,1] here) => (float[4,64] y) {
+  a = MatMul(x, w)  a1 = Gather <axis = 0> (a, there)  b = ScatterND <reduction = "add"> (none, here, a1)
+  c = MatMul(b, v)  c1 = Gather <axis = 0> (c, there)  y = ScatterND <reduction = "add"> (none, here, c1)
+}"""
 RNG = np.random.default_rng(0)
 W = RNG.normal(size=(3, 4))
 X = RNG.normal(size=(5, 3))
@@ -100,3 +106,22 @@ def test_it_trains_with_edges_that_are_fed() -> None:
             np.testing.assert_array_equal(one, other)
         kept.add(int((edges[0] != edges[1]).sum()))
     assert kept == {6, 5, 0}
+
+
+def test_edges_have_nothing_in_fp32_but_what_is_added_up() -> None:
+    """What comes back along edges is rounded in the nodes that it is looked up in, and layers share places of edges."""
+    model = onnx.parser.parse_model(SUMS)
+    weights = {"w": RNG.normal(size=(64, 64)), "v": RNG.normal(size=(64, 64)), "none": np.zeros((4, 64))}
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(a.astype(np.float32), n) for n, a in weights.items())
+    program = amp.Program.from_onnx(model)
+    amp.prepare_training(program)
+    with amp.program_guard(program, program.startup), amp.unique_name.guard():
+        optimizer = amp.decorate(amp.optimizer.SGD(0.1, multi_precision=True), use_pure_fp16=True, use_fp16_guard=False)
+        optimizer.minimize(F.mean(F.square(F.cast(program.outputs[0], "float32"))))
+    graph = onnx.shape_inference.infer_shapes(program.lower(amp.CUDAPlace(0)).model, data_prop=True).graph
+    tensors = {v.name: v.type.tensor_type for v in graph.value_info}
+    made = [(node.op_type, tensors[name]) for node in graph.node for name in node.output if name in tensors]
+    of_edges = [(op, t.elem_type) for op, t in made if [d.dim_value for d in t.shape.dim] == [12, 64]]
+    kinds = {"fp32": onnx.TensorProto.FLOAT, "int32": onnx.TensorProto.INT32}
+    found = {name: [op for op, kind in of_edges if kind == wanted] for name, wanted in kinds.items()}
+    assert found == {"fp32": ["Cast"] * 4, "int32": ["Expand"]}  # to both sums, and back to both

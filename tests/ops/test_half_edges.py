@@ -124,6 +124,23 @@ def test_layer_normalization(epsilon: float, place: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["cpu", "cuda"])
+def test_instance_normalization(place: str) -> None:
+    """Large means, of a gradient too; tiny numbers; equal values without a gradient give none."""
+    rng = np.random.default_rng(1)
+    x, dy = rng.normal(size=(2, 2, 5, WIDTH))
+    x[:, 1] += 200
+    x[:, 4], dy[:, 4] = 0.1, 0.0
+    dy[:, 2] += 50
+    scale, bias = rng.uniform(0.5, 1.5, (2, 5))
+    for size in (1.0, 8.0, 1e-5):
+        (dx, truth), *vectors = compared("InstanceNormalization", [x, scale, bias], dy * size, place)
+        assert near(dx, truth, units=8), size
+        assert not dx[:, 4].any()
+        for found, wanted in vectors:
+            assert near(found, wanted, units=8), size
+
+
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
 @pytest.mark.parametrize("epsilon", [1e-5, 1e-12])
 def test_rms_normalization(epsilon: float, place: str) -> None:
     """One huge element, large and tiny numbers; a row of zeros without a gradient gives none."""
@@ -164,6 +181,7 @@ def test_small_gradients_of_roots(place: str) -> None:
         ("Softmax", [(0, 4)], {}),
         ("Div", [(0, 4), (4,)], {}),
         ("LayerNormalization", [(0, 4), (4,), (4,)], {}),
+        ("InstanceNormalization", [(0, 4, 8), (4,), (4,)], {}),
         ("SimplifiedLayerNormalization", [(0, 4), (4,)], {}),
         ("Conv", [(0, 4, 5, 5), (4, 2, 3, 3), (4,)], {"group": 2}),
     ],

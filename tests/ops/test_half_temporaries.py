@@ -62,9 +62,15 @@ CASES: dict[str, tuple[list[Array | None], dict[str, Any]]] = {
     "LayerNormalization": ([X, X[0, 0], X[0, 0]], {}),
     "LRN": ([IMAGE], {"size": 3}),
     "SimplifiedLayerNormalization": ([X, X[0, 0]], {}),
-    "LSTM": ([X, X[:1, :, :].repeat(4, 1)[:, :24], RNG.normal(size=(1, 24, 6)).astype(np.float16)], {"hidden_size": 6}),
-    "GRU": ([X, X[:1, :, :].repeat(3, 1)[:, :18], RNG.normal(size=(1, 18, 6)).astype(np.float16)], {"hidden_size": 6}),
-    "RNN": ([X, X[:1], RNG.normal(size=(1, 6, 6)).astype(np.float16)], {"hidden_size": 6}),
+    "LSTM": (
+        [X[..., :4], X[:1, :, :4].repeat(4, 1)[:, :24], RNG.normal(size=(1, 24, 6)).astype(np.float16)],
+        {"hidden_size": 6},
+    ),
+    "GRU": (
+        [X[..., :4], X[:1, :, :4].repeat(3, 1)[:, :18], RNG.normal(size=(1, 18, 6)).astype(np.float16)],
+        {"hidden_size": 6},
+    ),
+    "RNN": ([X[..., :4], X[:1, :, :4], RNG.normal(size=(1, 6, 6)).astype(np.float16)], {"hidden_size": 6}),
     "MatMul": ([X, X.swapaxes(1, 2)], {}),
     "MaxPool": ([IMAGE], {"kernel_shape": [2, 2], "strides": [2, 2]}),
     "MaxUnpool": (
@@ -75,7 +81,7 @@ CASES: dict[str, tuple[list[Array | None], dict[str, Any]]] = {
         },
     ),
     "NegativeLogLikelihoodLoss": ([ROWS, LABELS], {}),
-    "Pad": ([X, ints(0, 0, 1, 0, 0, 1)], {}),
+    "Pad": ([X, ints(0, 0, 1, 0, 0, 1)], {"mode": "reflect"}),
     **{
         f"Reduce{how}": ([X, ints(1)], {})
         for how in ("Sum", "Mean", "Max", "Min", "L1", "L2", "LogSum", "LogSumExp", "Prod", "SumSquare")

@@ -11,7 +11,9 @@ import pytest
 from tests.helpers import recurrent_oracle
 from tests.helpers.forwardcheck import check_forward
 from tests.helpers.gradcheck import Case, Gradient, check_gradient
+from tests.helpers.node_by_node import node_by_node
 from tests.helpers.recurrent_oracle import uneven
+from tests.helpers.rules import run_reference
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 TYPES = sorted(GATES)
@@ -227,6 +229,30 @@ def test_splits_and_concats_are_such_that_a_cuda_graph_can_be_replayed(type_: st
         values = {f"x{i}": a for i, a in enumerate(given) if a is not None}
         values |= {f"y{i}": y for i, y in enumerate(outputs)} | {f"dy{i}": y for i, y in enumerate(outputs)}
         assert not uneven(Gradient(case, "float32", values, case.wrt).model("cuda"))
+
+
+@pytest.mark.parametrize("type_", TYPES)
+def test_products_of_all_steps_are_of_16_bit_on_a_gpu(type_: str) -> None:
+    """Alone that of a step stays fp32: its errors would go on to all steps before it."""
+    attrs = {"hidden_size": 16, "direction": "bidirectional", **({"linear_before_reset": 1} if type_ == "GRU" else {})}
+    given = inputs(type_, directions=2, steps=20, width=8, hidden=16, scale=0.4)
+    given = [None if a is None else a.astype(np.float16).astype(np.float64) for a in given]
+    y, *_ = recurrent_oracle.run(type_, attrs, *given)
+    y = y.astype(np.float16).astype(np.float64)
+    case = Case(type_, given, attrs, wrt=range(4), forward=lambda *_: [y])
+    values = {f"x{i}": a for i, a in enumerate(given) if a is not None} | {"y0": y, "dy0": y[::-1]}
+    wide, half = (Gradient(case, dtype, values, case.wrt) for dtype in ("float64", "float16"))
+    truth = wide.model("reference")
+    wanted = run_reference(truth, wide.feeds(truth))
+    model = half.model("cuda")
+    known = node_by_node(model, half.feeds(model))
+    for output, right in zip(model.graph.output, wanted, strict=True):
+        assert np.linalg.norm(known[output.name] - right) < 2.0**-10 * np.linalg.norm(right), output.name
+    products = [node for node in model.graph.node if node.op_type in ("Gemm", "MatMul")]
+    assert {(node.op_type, str(known[node.input[0]].dtype)) for node in products} == {
+        ("Gemm", "float16"),
+        ("MatMul", "float32"),
+    }
 
 
 def test_forms_of_lstm_and_gru_without_a_kernel_are_composed() -> None:
