@@ -35,15 +35,12 @@ _WIDE = 32
 _FEW = 50_000
 
 
-def added_rows(e: Emitter, total: Value, at: Value, rows: Value, in_place: bool = False) -> Value:
-    """``total`` with ``rows`` [.., rest] added at ``at`` [.., k] (int64) of its first k dimensions, in their order.
-
-    ``in_place``: so that the result may lie where ``total`` lies. That takes one node, whatever its size.
-    """
+def added_rows(e: Emitter, total: Value, at: Value, rows: Value) -> Value:
+    """``total`` with ``rows`` [.., rest] added at ``at`` [.., k] (int64) of its first k dimensions, in their order."""
     shape, (*lead, k) = size_of(total), size_of(at)
     number, rest = math.prod(lead), shape[k:]
-    turns = 1 if in_place or not e.at.host else _turns(total, at, e.hangs(number))
-    if e.at.fused and not in_place and k == 1 and math.prod(rest) >= _WIDE:
+    turns = _turns(total, at, e.hangs(number)) if e.at.host else 1
+    if e.at.fused and k == 1 and math.prod(rest) >= _WIDE:
         turns = 0
     if turns == 1:
         return _scattered(e, total, at, rows)

@@ -28,6 +28,13 @@ _POOLS = frozenset({"MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePoo
 #: gradient of a convolution has many, and writes pairs of two types there at opset 21, which do not load (1.31).
 UNWANTED = ("GatherSliceToSplitFusion", "QDQPropagationTransformer")
 
+#: What is fake-quantised is computed as it is written: integer kernels round what lies between two integers to the
+#: other one at times, and an exported step is run so too.
+PAIRS_AS_THEY_ARE = ("session.disable_quant_qdq", "1")
+#: Where integers are only brought back, as 4-bit weights are: by default a product with them rounds its other operand
+#: to 8 bits, which puts it off by half a per cent.
+IN_FP32 = ("session.qdq_matmulnbits_accuracy_level", "1")
+
 #: Optimiser of onnxruntime 1.31 -> operators without any of which it finds nothing. Those that another optimiser makes
 #: of others stand beside them.
 _LOOKS_FOR: dict[str, frozenset[str]] = {

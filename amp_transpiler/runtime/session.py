@@ -35,7 +35,7 @@ from amp_transpiler.passes.lowering.size_check import Inferred
 from amp_transpiler.runtime.budget import unbounded_optimizers
 from amp_transpiler.runtime.chain import chained
 from amp_transpiler.runtime.collective.current import engine_on
-from amp_transpiler.runtime.graph_optimizers import UNWANTED, useless_optimizers
+from amp_transpiler.runtime.graph_optimizers import IN_FP32, PAIRS_AS_THEY_ARE, UNWANTED, useless_optimizers
 from amp_transpiler.runtime.heap import trim
 from amp_transpiler.runtime.providers import alone, built_in, in_turn, plugin
 from amp_transpiler.runtime.session_cache import SessionCache
@@ -214,6 +214,7 @@ def _session(
     options.graph_optimization_level = _LEVELS[settings.optimization_level]
     # A pattern is one more block of as much memory, taken in the second run beside what the arena has from the first.
     options.enable_mem_pattern = False
+    options.add_session_config_entry(*(PAIRS_AS_THEY_ARE if b"QuantizeLinear" in data else IN_FP32))
     traits = place_traits(place.kind)
     if not traits.device:
         _make_arena()

@@ -13,7 +13,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import Slots, lowering_rule, own
 from amp_transpiler.ops.common import size_of
-from amp_transpiler.ops.row_sums import added_rows
+from amp_transpiler.ops.training.sparse import picked, repeated, written
 
 ACCUMULATE, ACCUMULATE_ROWS, RESET = "AccumulateGradients", "AccumulateRows", "ResetGradients"
 
@@ -28,8 +28,13 @@ def accumulate(e: Emitter, op: Operator, *rows: Value) -> Sequence[Value]:
 
 @lowering_rule(own(ACCUMULATE_ROWS), slots=Slots(inputs=("sum", "rows", "gradient"), outputs=("sum",)))
 def accumulate_rows(e: Emitter, op: Operator, total: Value, rows: Value, grad: Value) -> Sequence[Value]:
-    at = e.reshape(rows, (*size_of(rows), 1))
-    return [added_rows(e, total, at, e.cast(grad, total.dtype), in_place=True)]
+    """In one node that writes, so that the sum may lie where it lay. On the host that is no ScatterND that adds, which
+    loses some of what goes to one row in several threads: the last row is there again, with zeros.
+    """
+    grad = e.cast(grad, total.dtype)
+    if e.at.host:
+        return [written(e, total, rows, e.Add(picked(e, total, rows), repeated(e, rows, grad), shape=grad.shape))]
+    return [e.ScatterND(total, e.reshape(rows, (*size_of(rows), 1)), grad, reduction="add", shape=total.shape)]
 
 
 @lowering_rule(own(RESET), slots=Slots(input_row=("sum",), output_row=("sum",)))

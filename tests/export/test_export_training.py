@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,14 @@ def test_numbers_that_a_place_cannot_hold_stay_out_of_range(tmp_path: Path) -> N
 def manifest_of(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     return found
+
+
+def test_who_follows_the_documentation_sets_the_options_that_runners_set() -> None:
+    recipe = (ROOT / "docs" / "exported_steps.md").read_text(encoding="utf-8")
+    recipe = recipe.partition("## A step in other languages")[2].partition("\n## ")[0]
+    for name in ("bare.py", "train.cpp", "Train.cs", "Train.java"):
+        options = re.findall(r'"(session\.\w+)"', (ROOT / "demo" / "runners" / name).read_text(encoding="utf-8"))
+        assert options and all(f"`{option}`" in recipe for option in options), name
 
 
 def test_a_program_of_several_ranks_is_refused(tmp_path: Path) -> None:
