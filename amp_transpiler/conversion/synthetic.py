@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ast
+import operator
+import re
+from collections.abc import Callable, Iterator, Set
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,14 +24,21 @@ _SAMPLE = 1 << 28
 #: What unknown dimensions are tried with beyond 1, and whether those of the batch as well: the sides of an image, a
 #: stretch of sound, and names that say nothing.
 _SIZES = ((64, False), (1024, False), (64, True))
+#: What names of dimensions compute, and how those look that may.
+_COMPUTES: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
+_COMPUTED = re.compile(r"[\w ()+*-]{3,100}", re.ASCII)
 
 
 def synthetic_sample(program: Program) -> tuple[dict[str, np.ndarray], list[Any]]:
-    """One input of each, and the outputs: normal numbers, zeros and ones.
+    """One input of each, and the outputs: normal numbers, zeros and ones, and one turn of loops that an input counts.
 
-    Unknown dimensions are 1, and larger where the program does not run on those (one pixel is no image) or makes
-    nothing but zeros of them (one token may be padding). Raises what running it on the first of the samples raises,
-    and FeedError where that is too large.
+    Unknown dimensions are 1, or what their names compute of others (``past + 1``), and larger where the program does
+    not run on those (one pixel is no image) or makes nothing but zeros of them (one token may be padding). Raises what
+    running it on the first of the samples raises, and FeedError where that is too large.
     """
     first: AmpError | None = None
     zeros: tuple[dict[str, np.ndarray], list[Any]] | None = None
@@ -57,18 +68,47 @@ def _tells(output: Any) -> bool:
 def _shapes(program: Program) -> Iterator[list[list[int]]]:
     """Shapes of the inputs to try, all with 1 for what is unknown first."""
     fed = _fed(program)
-    batch = {v.shape[0] for v in fed if v.shape and not isinstance(v.shape[0], int)} - {None}
-    yield [[size if isinstance(size, int) else 1 for size in v.shape or ()] for v in fed]
+    batch = frozenset(v.shape[0] for v in fed if v.shape and isinstance(v.shape[0], str))
+    yield [[_size(size, lambda _: 1) for size in v.shape or ()] for v in fed]
     if all(isinstance(size, int) for v in fed for size in v.shape or ()):
         return
     for open_size, batches in _SIZES:
+        ones = frozenset() if batches else batch
         yield [
             [
-                size if isinstance(size, int) else open_size if batches or (axis and size not in batch) else 1
+                _size(size, partial(_open, open_size, ones, bool(axis) or batches))
                 for axis, size in enumerate(v.shape or ())
             ]
             for v in fed
         ]
+
+
+def _open(size: int, ones: Set[str], free: bool, name: str | None) -> int:
+    """The size of an unknown dimension that may be ``free``, unless its name is one of ``ones``."""
+    return size if free and name not in ones else 1
+
+
+def _size(size: int | str | None, chosen: Callable[[str | None], int]) -> int:
+    """The size of a dimension: its own, that of a name, or what a name computes of others, as exporters write it."""
+    if not isinstance(size, str):
+        return chosen(None) if size is None else size
+    if not _COMPUTED.fullmatch(size):
+        return chosen(size)
+    try:
+        return max(_computed(ast.parse(size, mode="eval").body, chosen), 0)
+    except (SyntaxError, ValueError):  # a name like any other
+        return chosen(size)
+
+
+def _computed(term: ast.expr, chosen: Callable[[str | None], int]) -> int:
+    """The value of a sum or a product of names and numbers; ValueError for anything else."""
+    if isinstance(term, ast.Name):
+        return chosen(term.id)
+    if isinstance(term, ast.Constant) and type(term.value) is int:
+        return term.value
+    if isinstance(term, ast.BinOp) and type(term.op) in _COMPUTES:
+        return _COMPUTES[type(term.op)](_computed(term.left, chosen), _computed(term.right, chosen))
+    raise ValueError
 
 
 def _fed(program: Program) -> list[Variable]:
@@ -92,5 +132,7 @@ def _filled(program: Program, shapes: list[list[int]]) -> dict[str, np.ndarray]:
             made = rng.standard_normal(shape, np.float32)
         else:
             made = rng.integers(0, 2, shape, np.int8)
+            if not shape and dtype != "bool":
+                made = np.ones_like(made)
         feeds[variable.name] = made.astype(numpy_dtype(dtype))
     return feeds

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from amp_transpiler.conversion.calibration.as_given import measurable
+from amp_transpiler.conversion.calibration.as_given import loads, measurable
 from amp_transpiler.conversion.calibration.measure import Batch, measure
 from amp_transpiler.conversion.conversion_options import ConversionOptions
 from amp_transpiler.conversion.synthetic import SYNTHETIC, synthetic_sample
@@ -87,6 +87,8 @@ def judge(
     except AmpError as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         why = f"the model does not run on {SYNTHETIC}; give {options.called('calibration')} ({reason})"
+        if not loads(reference):
+            why = f"nothing is measured: onnxruntime does not load the model itself, whatever the data ({reason})"
         return Verdict({}, SYNTHETIC, options.allowed, why)
     return Verdict(found.outputs, SYNTHETIC, options.allowed)
 

@@ -27,6 +27,12 @@ RUNS = {
         " { t = Mul(w, seen) y = Gather(t, ids) }",
         {"ids": (1, 64)},
     ),
+    "a loop turns once": (
+        "m (float[2] x, int64 n) => (float[K,2] y) { c = Constant<value_int = 1>() b = Cast<to = 9>(c)"
+        " h, y = Loop(n, b, x) <body = body (int64 i, bool go, float[2] a) => (bool gone, float[2] b, float[2] z)"
+        " { gone = Identity(go) b = Neg(a) z = Exp(a) }> }",
+        {"x": (2,), "n": ()},
+    ),
     "a batch of one sample is too small": (
         "m (float[N,3] x) => (float[M,3] y) <int64[1] a = {8}, int64[1] b = {40}, int64[1] c = {0}, float[32,3] d>"
         " { s = Slice(x, a, b, c) y = Add(s, d) }",
@@ -48,6 +54,23 @@ def test_sizes_that_the_model_runs_on(name: str) -> None:
     assert {key: value.shape for key, value in sample.items()} == shapes
     verdict = amp.convert(filled(text), check=True).conversion.verdict
     assert verdict is not None and verdict.met and len(verdict.errors) == len(outputs)
+
+
+def test_names_of_sizes_compute() -> None:
+    model = filled(
+        "m (float[N,past,4] p, float[N,s,4] x, float[N,sum] m, float[twice] d, float[N,other] o)"
+        " => (float[N,A,4] y, float[B] e, float[N,other] f)"
+        " <int64[1] two = {2}> { k = Concat<axis = 1>(p, x) u = Unsqueeze(m, two) y = Mul(k, u) e = Neg(d) f = Neg(o) }"
+    )
+    names = {"sum": "past + s", "twice": "2*past", "other": "past, or s"}
+    for size in (
+        size for put in model.graph.input for size in put.type.tensor_type.shape.dim if size.dim_param in names
+    ):
+        size.dim_param = names[size.dim_param]
+    sample, _ = synthetic_sample(amp.Program.from_onnx(model))
+    assert {name: value.shape for name, value in sample.items()} == {
+        **{"p": (1, 1, 4), "x": (1, 1, 4), "m": (1, 2), "d": (2,), "o": (1, 1)}
+    }
 
 
 def test_where_no_size_fits_the_first_failure_is_told() -> None:

@@ -70,6 +70,19 @@ def test_defaults_of_attributes_hold(source: str, sign: int) -> None:
     assert program.to_onnx() == model
 
 
+def test_weights_of_a_real_size_stay_what_they_are() -> None:
+    """The inliner sees them without their content."""
+    source = "g (float[4,64] x) => (float[4,64] y) <float[64,64] w> { h = MatMul(x, w)  y = local.leaky(h) }"
+    model = onnx.parser.parse_model(HEADER + source + LEAKY)
+    w = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
+    program = amp.Program.from_onnx(model)
+    assert inline_functions(program)
+    assert program.var("w").trainable
+    x = X.repeat(16, axis=1)
+    np.testing.assert_array_equal(run(program.to_onnx(), {"x": x})[0], run(model, {"x": x})[0])
+
+
 def test_training_starts_from_the_defaults() -> None:
     source = CALLED.replace("(x) }", "(h) h = MatMul(x, w) }").replace("y) {", "y) <float[4,4] w> {")
     model = onnx.parser.parse_model(HEADER + source + LEAKY)

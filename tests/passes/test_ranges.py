@@ -256,3 +256,10 @@ def test_what_is_proved_is_counted() -> None:
         onnx.parser.parse_model(HEAD + "m (float[2] x) => (float[2] y) { a = Neg(x) y = Tanh(a) }")
     )
     assert Ranges(program).proved("float16") == (1, 2)
+
+
+def test_a_matrix_without_rows_is_a_matrix() -> None:
+    model = onnx.parser.parse_model(HEAD + "m (float[2,3] x) => (float[0,3] y) { y = MatMul(none, x) }")
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros((0, 2), np.float32), "none"))
+    program = amp.Program.from_onnx(model)
+    assert Ranges(program, {"x": (0, 1)}).bound(program.var("y")) is not None

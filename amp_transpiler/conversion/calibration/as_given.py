@@ -49,6 +49,14 @@ def outputs_as_given(program: Program, batches: Sequence[Batch]) -> list[list[An
     return found
 
 
+def loads(program: Program) -> bool:
+    """Whether onnxruntime takes the model as it was given, or cannot be asked: where not, no data let it run."""
+    try:
+        return not _comparable(program) or _session(program) is not None
+    except ExecutionError:  # beyond the budget
+        return True
+
+
 def measurable(program: Program, outputs: Sequence[Sequence[Any]], sample: str) -> None:
     """FeedError where ``outputs``, those of ``program`` on each batch, hold no number that errors could be measured
     by: all floats are NaN."""

@@ -38,7 +38,8 @@ def inline_functions(program: Graph) -> bool:
     except ONNX_ERRORS as error:
         raise GraphError(f"the functions of program '{program.name}' cannot be inlined: {str(error).strip()}") from None
     read = ModelFile(model, f"program '{program.name}'", None, list(model.graph.initializer))
-    new = program_of(read, type(program), program.name)
+    # Which of its constants are weights is carried over, since it takes their content to tell.
+    new = program_of(read, type(program), program.name, weights=False)
     source, made = source_of(program), source_of(new)
     if source is not None and made is not None:
         made.path, made.external = source.path, source.external

@@ -167,7 +167,7 @@ def _row_sums(data: Any, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]
     array = as_array(data)
     totals, sizes = [], []
     rows = max(CHUNK * array.shape[0] // max(array.size, 1), 1)
-    for start in range(0, array.shape[0], rows):
+    for start in range(0, max(array.shape[0], 1), rows):  # one, empty, of a constant without rows
         block = array[start : start + rows]
         totals.append(block.sum(axes, dtype=np.float64))
         sizes.append(np.abs(block).sum(axes, dtype=np.float64))
