@@ -39,7 +39,8 @@ class Variable(PythonOperators):
     in a nested program, stands for. ``grad_of`` is the forward variable that this one is the gradient of; it has its
     shape. Where ``rows`` is set, int64, it holds these rows alone, as for a table that is marked ``sparse``. Where
     ``owner`` is set, that rank alone updates it, and of state other than parameters alone holds it. Where
-    ``dealt`` is set, its rows are dealt out among so many ranks (``ir/dealt_rows.py``).
+    ``dealt`` is set, its rows are dealt out among so many ranks (``ir/dealt_rows.py``). ``startup`` is the startup
+    program that begins it, of state that a training step has beside its parameters.
     """
 
     __slots__ = (
@@ -62,6 +63,7 @@ class Variable(PythonOperators):
         "rows",
         "shape",
         "sparse",
+        "startup",
         "stop_gradient",
         "trainable",
         "type_proto",
@@ -84,6 +86,7 @@ class Variable(PythonOperators):
         self.rows: Variable | None = None
         self.owner: int | None = None
         self.dealt: int | None = None
+        self.startup: Graph | None = None
         self.type_proto: Any = None
         self.doc = ""
         self.metadata: dict[str, str] = {}
