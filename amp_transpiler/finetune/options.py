@@ -10,6 +10,7 @@ from typing import Any
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.finetune.metrics import METRICS, default_metric, fits_loss
 from amp_transpiler.finetune.train_mode import BATCH_NORM
+from amp_transpiler.ir.seeded import LARGEST_SEED
 from amp_transpiler.option_checks import choice, flag, is_real, number, strings, switch, whole
 from amp_transpiler.spelling import MODES as MODE_SPELLINGS
 from amp_transpiler.spelling import TYPES, read_as
@@ -165,7 +166,7 @@ class FitOptions:
         if name in _CHOICES:
             object.__setattr__(self, name, choice(called, value, _CHOICES[name], SPELLINGS.get(name)))
         elif name in _COUNTS:
-            whole(called, value, _COUNTS[name])
+            whole(called, value, _COUNTS[name], LARGEST_SEED if name == "seed" else None)
         elif name in _NUMBERS:
             number(called, value, taken=_NUMBERS[name])
         elif name == "shard_optimizer":
