@@ -12,6 +12,7 @@ from amp_transpiler.errors import AmpError, ArgumentError, ArgumentTypeError, Gr
 from amp_transpiler.ir.adjacency import add_edge, contents, filled, predecessors, successors, trim
 from amp_transpiler.ir.attributes import Attributes
 from amp_transpiler.ir.reasons import Reason, parse
+from amp_transpiler.ir.trains import Trains
 from amp_transpiler.ir.variable_operators import PythonOperators
 from amp_transpiler.lists.paddle import paddle_attributes
 from amp_transpiler.option_checks import is_whole, shown
@@ -28,13 +29,13 @@ CAPTURE = "capture"
 Shape = tuple[int | str | None, ...]
 
 
-class Variable(PythonOperators):
+class Variable(PythonOperators, Trains):
     """A value in a program.
 
     ``dtype`` is an element type name ("float32"), None while unknown or where the value is no tensor
     (then ``type_proto`` holds its ONNX type). ``shape`` is None while unknown; its entries are sizes,
-    symbolic names, or None. A ``persistable`` variable lives in a scope between runs; a *parameter* is
-    persistable and ``trainable``. ``data`` is constant content (a TensorProto, a numpy array, or what
+    symbolic names, or None. A ``persistable`` variable lives in a scope between runs; a *parameter* is persistable and
+    ``trainable``, without ``stop_gradient``. ``data`` is constant content (a TensorProto, a numpy array, or what
     ``np.asarray`` takes: a tensor of a large file). ``outer`` is the variable of the enclosing program that this one,
     in a nested program, stands for. ``grad_of`` is the forward variable that this one is the gradient of; it has its
     shape. Where ``rows`` is set, int64, it holds these rows alone, as for a table that is marked ``sparse``. Where
@@ -64,8 +65,6 @@ class Variable(PythonOperators):
         "shape",
         "sparse",
         "startup",
-        "stop_gradient",
-        "trainable",
         "type_proto",
     )
 
@@ -77,7 +76,7 @@ class Variable(PythonOperators):
         #: The element type that a precision pass took from it, and in which it is still fetched; None: it has its own.
         self.declared: str | None = None
         self.shape = shape
-        self.persistable = self.trainable = self.stop_gradient = self.is_input = self.sparse = False
+        self.persistable = self._trainable = self._stop_gradient = self.is_input = self.sparse = False
         self.data: Any = None
         self.producer: Operator | None = None
         self.producer_slot = -1
@@ -92,11 +91,6 @@ class Variable(PythonOperators):
         self.metadata: dict[str, str] = {}
 
     __getattr__ = paddle_attributes("amp_transpiler.Variable")
-
-    @property
-    def is_parameter(self) -> bool:
-        """Persistable and trainable."""
-        return self.persistable and self.trainable
 
     @property
     def is_constant(self) -> bool:
