@@ -22,6 +22,13 @@ class MissingNameError(AmpError, AttributeError):
     """A module or an object has no such attribute; the message says what to use instead, where there is something."""
 
 
+class MissingKeyError(AmpError, KeyError):
+    """A mapping has no such key; the message says which ones it has."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
 class ListError(AmpError, ValueError):
     """An operator list names an unknown operator, contradicts itself, or asks for the impossible."""
 

@@ -67,12 +67,13 @@ def number(called: str, value: Any, least: float = 0.0, *, taken: bool = False) 
         raise ArgumentError(f"{called} is {shown(value)}; expected a number {expected}")
 
 
-def whole(called: str, value: Any, least: int) -> None:
-    """ArgumentTypeError for what is no whole number, ArgumentError below ``least``."""
+def whole(called: str, value: Any, least: int, most: int | None = None) -> None:
+    """ArgumentTypeError for what is no whole number, ArgumentError below ``least`` or above ``most``."""
     if not is_whole(value):
         raise ArgumentTypeError(f"{called} is {shown(value)}; expected a whole number")
-    if value < least:
-        raise ArgumentError(f"{called} is {shown(value)}; expected a whole number, at least {least}")
+    if value < least or (most is not None and value > most):
+        expected = f"at least {least}" if most is None else f"{least} to {most}"
+        raise ArgumentError(f"{called} is {shown(value)}; expected a whole number, {expected}")
 
 
 def switch(called: str, value: Any) -> bool:

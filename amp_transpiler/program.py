@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import onnx
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError, OrderError
 from amp_transpiler.ir import clone, context, onnx_in, onnx_out, verify
+from amp_transpiler.ir.blocks import Blocks
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.nodes import FORWARD, Operator, Variable
+from amp_transpiler.ir.nodes import FORWARD, Variable
 from amp_transpiler.ir.parameter_names import names_of_parameter
 from amp_transpiler.ir.patterns import matching_names
 from amp_transpiler.ir.rollback import unchanged_on_error
@@ -35,7 +36,7 @@ from amp_transpiler.passes.view.lookups import is_row_lookup
 from amp_transpiler.passes.view.synchronized import mark_synchronized
 
 
-class Program(Graph):
+class Program(Blocks):
     """A static program: operators and variables, ordered inputs and outputs, and state updates.
 
     ``name`` is what messages call it: that of its file, or ``program_<n>`` where none is given. ``updates`` maps a
@@ -217,57 +218,6 @@ class Program(Graph):
             overwrite=overwrite,
         )
 
-    # -- Paddle's names ------------------------------------------------------------------------
-    def global_block(self) -> Program:
-        """The program itself: operators and variables lie in it directly, nested graphs in attributes of operators."""
-        return self
-
-    def current_block(self) -> Program:
-        """The program itself, as :meth:`global_block`."""
-        return self
-
-    @property
-    def blocks(self) -> list[Program]:
-        """The program, and the nested ones behind it."""
-        return [self, *(cast(Program, inner) for op in self.walk() for inner in op.attrs.programs)]
-
-    def block(self, index: int) -> Program:
-        """``blocks[index]``."""
-        return self.blocks[index]
-
-    @property
-    def num_blocks(self) -> int:
-        """1, and the number of nested programs."""
-        return len(self.blocks)
-
-    @property
-    def ops(self) -> list[Operator]:
-        """``operators``."""
-        return self.operators
-
-    @property
-    def vars(self) -> dict[str, Variable]:
-        """Every variable by name."""
-        return {variable.name: variable for variable in self.variables}
-
-    def list_vars(self) -> Iterator[Variable]:
-        """Every variable, those of nested programs included."""
-        for program in self.blocks:
-            yield from program.variables
-
-    def all_parameters(self) -> list[Variable]:
-        """Trainable and frozen parameters, running statistics among them: what lives in a scope and the model reads.
-
-        State of the training step (moments, masters, the scale) is not among them; ``parameters`` has trainable ones.
-        """
-        return [
-            v
-            for v in self.variables
-            if v.persistable
-            and not v.name.startswith("@")
-            and (v.trainable or any(op.role == FORWARD for op, _ in v.readers))
-        ]
-
     def mark_sparse(self, *patterns: str) -> int:
         """Mark parameters whose name, or the name or scope of what reads them, fits a pattern as sparse tables, as
         ``amp.nn.embedding(is_sparse=True)`` does: ``mark_sparse("embeddings/*")``.
@@ -295,15 +245,6 @@ class Program(Graph):
         that has gradients already.
         """
         return mark_synchronized(self, patterns or ("*",))
-
-    @property
-    def random_seed(self) -> int:
-        """``seed``."""
-        return self.seed
-
-    @random_seed.setter
-    def random_seed(self, seed: int) -> None:
-        self.seed = seed
 
 
 _export: Callable[..., Path]

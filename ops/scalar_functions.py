@@ -138,6 +138,7 @@ traits(*_ROUNDS, *_ANGLES, *_ARCS, "Sqrt", "Exp", "Log", "Reciprocal", "Sinh", "
 traits(*_ROUNDS, "Exp", "Sinh", "Cosh", carries_large=True)
 traits(*_ANGLES, periodic=True)
 traits("Sin", "Cos", "Erf", "Sign", bounded=(-1.0, 1.0))
+traits("Erf", nears=True)
 traits("Asin", "Atan", bounded=(-math.pi / 2, math.pi / 2))
 traits("Acos", bounded=(0.0, math.pi))
 traits("Exp", ignores="low")

@@ -10,7 +10,6 @@ from amp_transpiler.cli.terminal import number
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.finetune.metrics import METRICS
 from amp_transpiler.finetune.options import LOSSES, MODES, OPTIMIZERS, SCHEDULES, FitOptions
-from amp_transpiler.finetune.train_mode import BATCH_NORM
 
 _DEFAULTS = FitOptions()
 
@@ -18,7 +17,15 @@ _DEFAULTS = FitOptions()
 def training_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Options as FitOptions takes them. ArgumentError for one that holds no pairs, and should."""
     flags = (("dropout", "--dropout"), ("values", "--value"))
-    return {**given, **{name: _pairs(given[name], flag) for name, flag in flags if name in given}}
+    found = {name: _pairs(given[name], flag) for name, flag in flags if name in given}
+    return {**given, **found} | ({"batch_norm": _ways(given["batch_norm"])} if "batch_norm" in given else {})
+
+
+def _ways(texts: list[str]) -> str | dict[str, str]:
+    """One way for all, or the ways of patterns, of which ``*`` is that of a word without one."""
+    if len(texts) == 1 and "=" not in texts[0]:
+        return texts[0]
+    return {pattern or "*": way for pattern, _, way in (text.rpartition("=") for text in texts)}
 
 
 def _pairs(texts: list[str], option: str) -> dict[str, Any]:
@@ -79,8 +86,11 @@ def add_training_options(parser: argparse.ArgumentParser, without: Collection[st
     many("--keep-tied", "PATTERN", "parameters that stay one for all readers, though their elements are all alike")
     many("--dropout", "PATTERN=RATE", "insert a Dropout behind each operator that matches")
     many("--value", "INPUT=NUMBER", "inputs to replace by a constant", dest="values")
-    statistics = "normalise by statistics of the batch, of the batches of all ranks, or by the running ones"
-    one_of("--batch-norm", statistics, list(BATCH_NORM))
+    statistics = (
+        "normalise by statistics of the batch (train), of the batches of all ranks (synchronized), or by the running "
+        "ones (frozen); with a pattern those that it fits, the last that fits"
+    )
+    many("--batch-norm", "[PATTERN=]WAY", statistics)
     option("--seed", "for the order of samples and dropout", type=number)
     option(
         "--shard-optimizer",

@@ -9,7 +9,8 @@ from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.finetune.metrics import METRICS, default_metric, fits_loss
-from amp_transpiler.finetune.train_mode import BATCH_NORM
+from amp_transpiler.finetune.train_mode import check_batch_norm
+from amp_transpiler.ir.seeded import LARGEST_SEED
 from amp_transpiler.option_checks import choice, flag, is_real, number, strings, switch, whole
 from amp_transpiler.spelling import MODES as MODE_SPELLINGS
 from amp_transpiler.spelling import TYPES, read_as
@@ -26,7 +27,6 @@ _CHOICES: dict[str, Sequence[str]] = {
     "save": MODES,
     "optimizer": tuple(OPTIMIZERS),
     "schedule": SCHEDULES,
-    "batch_norm": BATCH_NORM,
     "metric": METRICS,
     "allreduce_precision": ("float16", "bfloat16", "float32"),
 }
@@ -122,7 +122,7 @@ class FitOptions:
     keep_tied: Sequence[str] = ()
     dropout: Mapping[str, float] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
-    batch_norm: str = "train"
+    batch_norm: str | Mapping[str, str] = "train"
     seed: int = 0
     allreduce_precision: str | None = None
     check_every: int = 1000
@@ -165,11 +165,13 @@ class FitOptions:
         if name in _CHOICES:
             object.__setattr__(self, name, choice(called, value, _CHOICES[name], SPELLINGS.get(name)))
         elif name in _COUNTS:
-            whole(called, value, _COUNTS[name])
+            whole(called, value, _COUNTS[name], LARGEST_SEED if name == "seed" else None)
         elif name in _NUMBERS:
             number(called, value, taken=_NUMBERS[name])
         elif name == "shard_optimizer":
             switch(called, value)
+        elif name == "batch_norm":
+            check_batch_norm(called, value)
         elif name in _LISTS:
             object.__setattr__(self, name, strings(called, value))
         elif name in _NAMES and (not isinstance(value, str) or not value):

@@ -31,7 +31,7 @@ from amp_transpiler.finetune.recurrent_bias import one_bias
 from amp_transpiler.finetune.repeated import once_for_all
 from amp_transpiler.finetune.tied_weights import retie, shared_by_layers, untie
 from amp_transpiler.finetune.train_mode import (
-    BATCH_NORM,
+    check_batch_norm,
     insert_dropout,
     set_batch_norm,
     train_dropout,
@@ -44,7 +44,6 @@ from amp_transpiler.ir.patterns import matching_names
 from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.ir.weights import become_constants, not_a_weight
-from amp_transpiler.option_checks import choice
 from amp_transpiler.passes.canonicalize.control_flow import expand_control_flow
 from amp_transpiler.passes.canonicalize.fuse_gelu import fuse_gelus
 from amp_transpiler.passes.canonicalize.fuse_hard_swish import fuse_hard_swishes
@@ -163,8 +162,7 @@ def prepare_training(
         raise OrderError(
             f"prepare_training: program '{program.name}' has a backward pass already; prepare it before minimize"
         )
-    if not isinstance(batch_norm, Mapping):
-        choice("prepare_training: batch_norm", batch_norm, BATCH_NORM)
+    check_batch_norm("prepare_training: batch_norm", batch_norm)
     with unchanged_on_error(program, program.startup):
         notes = ["the model's functions are inlined"] * inline_functions(program)
         notes += _fix(program, values or {}, feed_shapes or {})

@@ -23,6 +23,15 @@ _OTHER_NORM = re.compile(r"(layer|group|instance)_?norm", re.IGNORECASE)
 BATCH_NORM = ("train", "synchronized", "frozen")
 
 
+def check_batch_norm(called: str, ways: object) -> None:
+    """ArgumentError unless it is one of the :data:`BATCH_NORM` ways, or {pattern: one of them}."""
+    if not isinstance(ways, Mapping):
+        choice(called, ways, BATCH_NORM)
+        return
+    for pattern, way in ways.items():
+        choice(f"{called} of {pattern!r}", way, BATCH_NORM)
+
+
 def set_batch_norm(program: Program, ways: str | Mapping[str, str]) -> list[str]:
     """Let each BatchNormalization of the main graph train, or be frozen, in one of the :data:`BATCH_NORM` ways.
 
@@ -32,7 +41,6 @@ def set_batch_norm(program: Program, ways: str | Mapping[str, str]) -> list[str]
     found = dict(_running(program))
     chosen = dict.fromkeys(found, ways if isinstance(ways, str) else "train")
     for pattern, way in ({} if isinstance(ways, str) else ways).items():
-        choice(f"prepare_training: batch_norm of {pattern!r}", way, BATCH_NORM)
         chosen |= dict.fromkeys(matching(found, [pattern], "batch_norm", names=_names), way)
     trained = {op: states for op, states in found.items() if chosen[op] != "frozen"}
     for op in trained:

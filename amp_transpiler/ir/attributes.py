@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx
 
-from amp_transpiler.errors import ArgumentTypeError
+from amp_transpiler.errors import ArgumentTypeError, MissingKeyError
 from amp_transpiler.option_checks import shown
 
 if TYPE_CHECKING:
@@ -113,6 +113,8 @@ class Attributes(MutableMapping[str, Any]):
         self._protos[proto.name] = proto
 
     def __delitem__(self, name: str) -> None:
+        if name not in self._protos:
+            raise self._missing(name)
         del self._protos[name]
         self._values = _without(self._values, name)
         if name in self._graphs:
@@ -145,9 +147,15 @@ class Attributes(MutableMapping[str, Any]):
 
     def proto(self, name: str) -> onnx.AttributeProto:
         """One attribute that holds no graph, as protobuf."""
+        if name not in self._protos:
+            raise self._missing(name)
         proto = self._protos[name]
         assert proto is not None
         return proto
+
+    def _missing(self, name: object) -> MissingKeyError:
+        held = ", ".join(map(repr, self._protos))
+        return MissingKeyError(f"no attribute {shown(name)}; there {'are ' + held if held else 'is none'}")
 
     def kind(self, name: str) -> int:
         """The type of an attribute, as onnx numbers them."""

@@ -102,7 +102,7 @@ class _Cloner:
         )
         made.stop_gradient, made.is_input, made.doc = old.stop_gradient, old.is_input, old.doc
         made.declared, made.sparse = old.declared, old.sparse
-        made.owner, made.dealt = old.owner, old.dealt
+        made.owner, made.dealt, made.startup = old.owner, old.dealt, old.startup
         made.metadata = dict(old.metadata)
         if old.outer is not None:
             made.outer = outer[old.outer]

@@ -24,15 +24,16 @@ from amp_transpiler.ir.model_info import ModelInfo
 from amp_transpiler.ir.nodes import CAPTURE, Operator, Variable, check_operator, not_held, not_owned, role_after
 from amp_transpiler.ir.order import topological_order, walked
 from amp_transpiler.ir.patterns import matching
+from amp_transpiler.ir.seeded import Seeded
 from amp_transpiler.ir.startup import HasStartup
-from amp_transpiler.ir.types import element_type
+from amp_transpiler.ir.types import check_declared, element_type
 from amp_transpiler.option_checks import shown
 
 Slots = Sequence[Variable | None]
 _numbers = count()
 
 
-class Graph(HasStartup):
+class Graph(HasStartup, Seeded):
     """A static program's structure: operators and variables, ordered inputs and outputs, and state updates.
 
     ``name`` is what messages call it: that of its file, or ``program_<n>`` where none is given.
@@ -50,10 +51,10 @@ class Graph(HasStartup):
         self.updates: dict[Variable, Variable] = {}
         #: Where a step is spread over several runs (gradient accumulation): what all but the last of them update.
         self.accumulation: AccumulationWindow | None = None
-        super().__init__(startup)
+        HasStartup.__init__(self, startup)
+        Seeded.__init__(self)
         #: The operator that holds this program as an attribute, for a nested graph.
         self.parent: Operator | None = None
-        self._seed = 0
         self._variables: dict[str, Variable] = {}
         self._operators: dict[int, Operator] = {}
         self._next_key = 0
@@ -92,16 +93,6 @@ class Graph(HasStartup):
         return program.info.opsets.get(domain, 1)
 
     @property
-    def seed(self) -> int:
-        """What a startup program's random initialisers and its main program's masks follow from."""
-        return self._seed
-
-    @seed.setter
-    def seed(self, seed: int) -> None:
-        self._seed = seed
-        self.touch()  # a startup program that ran with another seed is compiled anew
-
-    @property
     def version(self) -> int:
         """Grows with every change of structure; equal versions of one program are the same program."""
         return self._version
@@ -123,7 +114,7 @@ class Graph(HasStartup):
 
     def var(self, name: str) -> Variable:
         """The variable called ``name``; GraphError with near names where there is none."""
-        found = self._variables.get(name)
+        found = self._variables.get(name) if isinstance(name, str) else None
         if found is None:
             near = difflib.get_close_matches(str(name), self._variables, 3)
             hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
@@ -218,6 +209,7 @@ class Graph(HasStartup):
         data: Any = None,
     ) -> Variable:
         """A new variable; GraphError where the name is taken."""
+        check_declared(name, shape)
         if name in self._variables:
             raise GraphError(f"program '{self.name}' already has a variable '{name}'")
         key = self._next_key
@@ -332,6 +324,8 @@ class Graph(HasStartup):
 
     def replace_uses(self, old: Variable, new: Variable, where: Callable[[Operator], bool] | None = None) -> None:
         """Let every reader of ``old`` (for which ``where`` holds) read ``new`` instead, nested graphs included."""
+        self.must_own(old)
+        self.must_own(new)
         for op, slot in old.readers:
             if where is not None and not where(op):
                 continue

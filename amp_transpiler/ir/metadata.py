@@ -126,12 +126,12 @@ def written_state(program: Graph) -> dict[str, str]:
     kept = [v for v in program.variables if v.persistable]
     gradients = {v.name: v.grad_of.name for v in program.variables if v.grad_of is not None}
     sparse = [v.name for v in kept if v.sparse]
-    imported = all(v.data is not None and v.trainable == (not not_a_weight(v)) for v in kept)
+    imported = all(v.data is not None and v.is_parameter == (not not_a_weight(v)) for v in kept)
     if not program.updates and not gradients and not sparse and imported:
         return {}
     state = {
-        "trainable": [v.name for v in kept if v.trainable],
-        "persistable": [v.name for v in kept if not v.trainable],
+        "trainable": [v.name for v in kept if v.is_parameter],
+        "persistable": [v.name for v in kept if not v.is_parameter],
         "updates": {state.name: new.name for state, new in program.updates.items()},
         "gradients": gradients,
     }

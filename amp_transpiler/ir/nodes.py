@@ -12,10 +12,11 @@ from amp_transpiler.errors import AmpError, ArgumentError, ArgumentTypeError, Gr
 from amp_transpiler.ir.adjacency import add_edge, contents, filled, predecessors, successors, trim
 from amp_transpiler.ir.attributes import Attributes
 from amp_transpiler.ir.reasons import Reason, parse
+from amp_transpiler.ir.trains import Trains
 from amp_transpiler.ir.variable_operators import PythonOperators
 from amp_transpiler.lists import plain_domain
 from amp_transpiler.lists.paddle import paddle_attributes
-from amp_transpiler.option_checks import shown
+from amp_transpiler.option_checks import is_whole, shown
 
 if TYPE_CHECKING:
     from amp_transpiler.ir.graph import Graph
@@ -33,18 +34,19 @@ TensorType = tuple[str | None, Shape | None]
 Types = list[TensorType | None]
 
 
-class Variable(PythonOperators):
+class Variable(PythonOperators, Trains):
     """A value in a program.
 
     ``dtype`` is an element type name ("float32"), None while unknown or where the value is no tensor
     (then ``type_proto`` holds its ONNX type). ``shape`` is None while unknown; its entries are sizes,
-    symbolic names, or None. A ``persistable`` variable lives in a scope between runs; a *parameter* is
-    persistable and ``trainable``. ``data`` is constant content (a TensorProto, a numpy array, or what
+    symbolic names, or None. A ``persistable`` variable lives in a scope between runs; a *parameter* is persistable and
+    ``trainable``, without ``stop_gradient``. ``data`` is constant content (a TensorProto, a numpy array, or what
     ``np.asarray`` takes: a tensor of a large file). ``outer`` is the variable of the enclosing program that this one,
     in a nested program, stands for. ``grad_of`` is the forward variable that this one is the gradient of; it has its
     shape. Where ``rows`` is set, int64, it holds these rows alone, as for a table that is marked ``sparse``. Where
     ``owner`` is set, that rank alone updates it, and of state other than parameters alone holds it. Where
-    ``dealt`` is set, its rows are dealt out among so many ranks (``ir/dealt_rows.py``).
+    ``dealt`` is set, its rows are dealt out among so many ranks (``ir/dealt_rows.py``). ``startup`` is the startup
+    program that begins it, of state that a training step has beside its parameters.
     """
 
     __slots__ = (
@@ -67,8 +69,7 @@ class Variable(PythonOperators):
         "rows",
         "shape",
         "sparse",
-        "stop_gradient",
-        "trainable",
+        "startup",
         "type_proto",
     )
 
@@ -80,7 +81,7 @@ class Variable(PythonOperators):
         #: The element type that a precision pass took from it, and in which it is still fetched; None: it has its own.
         self.declared: str | None = None
         self.shape = shape
-        self.persistable = self.trainable = self.stop_gradient = self.is_input = self.sparse = False
+        self.persistable = self._trainable = self._stop_gradient = self.is_input = self.sparse = False
         self.data: Any = None
         self.producer: Operator | None = None
         self.producer_slot = -1
@@ -89,16 +90,12 @@ class Variable(PythonOperators):
         self.rows: Variable | None = None
         self.owner: int | None = None
         self.dealt: int | None = None
+        self.startup: Graph | None = None
         self.type_proto: Any = None
         self.doc = ""
         self.metadata: dict[str, str] = {}
 
     __getattr__ = paddle_attributes("amp_transpiler.Variable")
-
-    @property
-    def is_parameter(self) -> bool:
-        """Persistable and trainable."""
-        return self.persistable and self.trainable
 
     @property
     def is_constant(self) -> bool:
@@ -191,7 +188,7 @@ class Operator:
         return name in self.attrs
 
     def attr(self, name: str) -> Any:
-        """An attribute; KeyError where there is none of this name."""
+        """An attribute; MissingKeyError where there is none of this name."""
         return self.attrs[name]
 
     @property
@@ -213,21 +210,27 @@ class Operator:
 
     def input(self, slot: int) -> Variable | None:
         """The input in ``slot``, None where it is absent."""
-        return self.inputs[slot] if slot < len(self.inputs) else None
+        try:
+            return self.inputs[slot] if slot < len(self.inputs) else None
+        except (TypeError, IndexError):
+            raise _no_slot(self, "input", slot, self.inputs) from None
 
     def output(self, slot: int) -> Variable | None:
         """The output in ``slot``, None where it is absent."""
-        return self.outputs[slot] if slot < len(self.outputs) else None
+        try:
+            return self.outputs[slot] if slot < len(self.outputs) else None
+        except (TypeError, IndexError):
+            raise _no_slot(self, "output", slot, self.outputs) from None
 
     def set_input(self, slot: int, variable: Variable | None) -> None:
         """Make ``variable`` the input in ``slot``."""
+        self._check_slot("input", slot, self.inputs, variable)
         graph, inputs = self.program.graph, filled(self.inputs, slot)
         old = inputs[slot]
         if old is not None:
             graph.remove_edge(old.key, self.key, key=slot)
         inputs[slot] = variable
         if variable is not None:
-            self.program.must_own(variable)
             add_edge(graph, variable.key, self.key, slot)
         else:
             trim(inputs)
@@ -235,21 +238,28 @@ class Operator:
 
     def set_output(self, slot: int, variable: Variable | None) -> None:
         """Make this operator the producer of ``variable``, in output ``slot``."""
+        self._check_slot("output", slot, self.outputs, variable)
         graph, outputs = self.program.graph, filled(self.outputs, slot)
         old = outputs[slot]
+        if variable is not None and variable is not old and variable.producer is not None:
+            _refuse(variable, variable.producer.label, self.label)
         if old is not None:
             graph.remove_edge(self.key, old.key, key=slot)
             old.producer, old.producer_slot = None, -1
         outputs[slot] = variable
         if variable is not None:
-            self.program.must_own(variable)
-            if variable.producer is not None:
-                _refuse(variable, variable.producer.label, self.label)
             variable.producer, variable.producer_slot = self, slot
             add_edge(graph, self.key, variable.key, slot)
         else:
             trim(outputs)
         self.program.touch()
+
+    def _check_slot(self, what: str, slot: int, slots: _Slots, variable: Variable | None) -> None:
+        """An error where a slot cannot be set to this variable, before anything has changed."""
+        if not is_whole(slot) or slot < 0:
+            raise _no_slot(self, what, slot, slots)
+        if variable is not None:
+            self.program.must_own(variable)
 
     def add_capture(self, variable: Variable) -> None:
         """Record that a nested graph of this operator reads ``variable``."""
@@ -311,6 +321,15 @@ def _check_kinds(type: str, **slots: Any) -> None:
                 f"add_operator: {held}; expected a list of variables, None for one that is left out. program.var(name) "
                 "gives a variable by its name"
             )
+
+
+def _no_slot(op: Operator, what: str, slot: Any, slots: _Slots) -> AmpError:
+    """The error where an operator has no such slot."""
+    held = ", ".join(f"{number}: {'none' if v is None else repr(v.name)}" for number, v in enumerate(slots))
+    return ArgumentError(
+        f"operator '{op.label}' ({op.full_type}) has no {what} {shown(slot)}; slots are numbers from 0 on, and its "
+        f"{what}s are {held or 'none'}"
+    )
 
 
 def other_program(program: Graph, current: Graph) -> str:

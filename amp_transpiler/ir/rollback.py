@@ -75,7 +75,8 @@ def _copied(value: Any) -> Any:
 
 
 def _slots(item: Variable | Operator | Attributes) -> dict[str, Any]:
-    return {name: _copied(getattr(item, name)) for name in type(item).__slots__}
+    named = (name for kind in type(item).__mro__ for name in getattr(kind, "__slots__", ()))
+    return {name: _copied(getattr(item, name)) for name in named}
 
 
 def _info(info: ModelInfo) -> ModelInfo:

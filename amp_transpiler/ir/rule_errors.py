@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from amp_transpiler.errors import AmpError, GraphError
+from amp_transpiler.errors import AmpError, GraphError, MissingKeyError
 from amp_transpiler.ir.nodes import Operator
 
 
@@ -19,7 +19,7 @@ def rule_of(op: Operator) -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
-        if isinstance(error, AmpError):
+        if isinstance(error, AmpError) and not isinstance(error, MissingKeyError):
             raise
         said = f"{type(error).__name__} {' '.join(str(error).split())}".strip()
         raise GraphError(

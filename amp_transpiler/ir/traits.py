@@ -56,6 +56,7 @@ class Traits:
     ``ignores``: "low" where very low numbers of the first input count for nothing beside ordinary ones, "high" where
     very high ones do.
     ``poles``: numbers in the first input at which its output, or its slope, is infinite.
+    ``nears``: it comes near the ends of ``bounded``, and reaches them by rounding alone.
     ``overflows``: why its results may leave float16 where its inputs do not; ``overflows_inside``: why numbers that it
     only computes with may.
 
@@ -94,6 +95,7 @@ class Traits:
     carries_large: bool = False
     ignores: str = ""
     poles: tuple[float, ...] = ()
+    nears: bool = False
     overflows: Kind | None = None
     overflows_inside: Kind | None = None
     weights: tuple[int, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,8 @@ import ml_dtypes
 import numpy as np
 import onnx
 
-from amp_transpiler.errors import ArgumentError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.option_checks import shown
 from amp_transpiler.spelling import TYPES
 
 #: name -> onnx.TensorProto element type; the names are numpy's and ml_dtypes'.
@@ -111,3 +113,11 @@ def numpy_dtype(name: str) -> np.dtype:
         bfloat16: np.dtype = np.dtype(ml_dtypes.bfloat16)
         return bfloat16
     return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(ONNX_TYPES[name]))
+
+
+def check_declared(name: str, shape: Any) -> None:
+    """ArgumentTypeError where a new variable may not have this name or this shape."""
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f"add_variable: name is {shown(name)}; expected a string")
+    if shape is not None and (isinstance(shape, str) or not isinstance(shape, Iterable)):
+        raise ArgumentTypeError(f"add_variable: shape of '{name}' is {shown(shape)}; expected a list of sizes, or None")

@@ -1,10 +1,15 @@
-"""The loss of connectionist temporal classification."""
+"""Connectionist temporal classification: the loss, and the labels that are read off its probabilities."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.nodes import OWN, Variable
-from amp_transpiler.nn.building import FLOATING, INTEGER, describe, fixed, fresh, variable, whole
+from amp_transpiler.ir.types import ONNX_TYPES
+from amp_transpiler.nn.building import FLOATING, INTEGER, LARGEST, append, describe, fixed, fresh, variable, whole
 from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.classification import check_reduction
 from amp_transpiler.program import default_main_program
@@ -61,3 +66,41 @@ def ctc_loss(
     attrs = {"blank": blank, "reduction": reduction, "zero_infinity": int(zero_infinity)}
     program.add_operator("CTCLoss", [log_probs, labels, input_lengths, label_lengths], [loss], attrs=attrs, domain=OWN)
     return loss
+
+
+@function()
+def ctc_greedy_decoder(
+    x: Variable, blank: int, input_length: Variable | None = None, padding_value: int = 0
+) -> tuple[Variable, Variable]:
+    """The labels of the best path (Graves et al. 2006): the largest class of each step, repeated ones once, without
+    blanks. Returns (labels int64 [N, T], filled up with ``padding_value``; their lengths int64 [N, 1]).
+
+    ``x``: float [N, T, C], the batch first: probabilities, or any numbers of their order. ``input_length``: int64 or
+    int32 [N] or [N, 1], steps that count of each; all where None. No gradient flows.
+    """
+    call = "ctc_greedy_decoder"
+    classes = fixed(call, "x", variable(call, "x", x, dtypes=FLOATING, rank=3), 2)
+    if whole(call, "blank", blank, 0) >= classes:
+        raise ArgumentError(f"{call}: blank={blank}, but x {describe(x)} has {classes} classes")
+    prefix = fresh(call)
+
+    def add(type_: str, *inputs: Any, **attrs: Any) -> Variable:
+        return append(call, type_, inputs, attrs=attrs, prefix=prefix)
+
+    one, along = np.ones(1, np.int64), np.array(1, np.int64)
+    best = add("ArgMax", x, axis=2, keepdims=0)
+    nothing = add("Sub", best, best)
+    first = add("Sub", add("Slice", nothing, 0 * one, one, one), one)
+    before = add("Concat", first, add("Slice", best, 0 * one, -one, one), axis=1)
+    kept = add("And", add("Not", add("Equal", best, np.array(blank))), add("Not", add("Equal", best, before)))
+    if input_length is not None:
+        variable(call, "input_length", input_length, dtypes=INTEGER)
+        lengths = add("Reshape", add("Cast", input_length, to=ONNX_TYPES["int64"]), np.array([-1, 1]))
+        kept = add("And", kept, add("LessOrEqual", add("CumSum", add("Add", nothing, one), along), lengths))
+    number = add("CumSum", add("Cast", kept, to=ONNX_TYPES["int64"]), along)
+    padding = np.array(whole(call, "padding_value", padding_value, -(2**31)))
+    # What is left out goes in front of the first label, where it is cut off.
+    filled = add("Add", add("Concat", add("Sub", first, first), nothing, axis=1), padding)
+    into, values = add("Where", kept, number, 0 * one), add("Where", kept, best, padding)
+    labels = add("Slice", add("ScatterElements", filled, into, values, axis=1), one, np.array([LARGEST]), one)
+    return labels, add("Slice", number, -one, np.array([LARGEST]), one)

@@ -246,7 +246,7 @@ def cast(x: Variable, dtype: Any) -> Variable:
 # -- dropout ------------------------------------------------------------------------------------------------------
 @function("nn.dropout")
 def dropout(x: Variable, p: float = 0.5, training: bool = True, mode: str = "upscale_in_train") -> Variable:
-    """Each element 0 with probability ``p``, else divided by 1 - p (Srivastava et al. 2014). ``0 <= p < 1``.
+    """Each element 0 with probability ``p``, else divided by 1 - p (Srivastava et al. 2014). ``0 <= p <= 1``.
 
     The mask is a hash of the program's seed and step, so a repeated run repeats it. A clone for testing, and
     ``training=False``, pass ``x`` through. ``mode="downscale_in_infer"``: training keeps elements as they are, and
@@ -256,8 +256,8 @@ def dropout(x: Variable, p: float = 0.5, training: bool = True, mode: str = "ups
     variable(call, "x", x, dtypes=FLOATING)
     if not is_real(p):
         raise ArgumentTypeError(f"{call}: p must be a number, not {p!r}")
-    if not 0 <= p < 1:
-        raise ArgumentError(f"{call}: p must be in [0, 1), not {p}")
+    if not 0 <= p <= 1:
+        raise ArgumentError(f"{call}: p must be in [0, 1], not {p}")
     choice(f"{call}: mode", mode, ("upscale_in_train", "downscale_in_infer"))
     training = flag(call, "training", training)
     if p == 0 or (not training and mode == "upscale_in_train"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.metadata import FULL
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.reasons import Kind, Reason
-from amp_transpiler.ir.types import ONNX_TYPES
+from amp_transpiler.ir.types import ONNX_TYPES, numpy_dtype
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.nn.building import (
     FLOATING,
@@ -67,12 +67,13 @@ def embedding_bag(
     padding_idx: int | None = None,
     is_sparse: bool = False,
 ) -> Variable:
-    """Sums or means of the rows of each bag: result [bags, width].
+    """Sums, means or largest elements of the rows of each bag: result [bags, width].
 
     ``x``: int64 or int32 row numbers, [bags, rows of each bag], or, with ``offsets``, [all rows], bag after bag;
     ``offsets``: int64 or int32 [bags], where each bag begins in ``x``, ascending from 0; two that are equal make the
-    first bag empty, and its result 0. Where ``x`` is ``padding_idx``, it counts for nothing. ``mode``: "sum" or "mean".
-    16-bit tables are added up in fp32. The other arguments: see :func:`embedding`.
+    first bag empty, and its result 0. Where ``x`` is ``padding_idx``, it counts for nothing. ``mode``: "sum", "mean" or
+    "max", whose gradient goes to the first row that has the largest element. 16-bit tables are added up in fp32. The
+    other arguments: see :func:`embedding`.
     """
     call = "embedding_bag"
     _bags(call, x, offsets, mode)
@@ -131,7 +132,7 @@ def functional_embedding_bag(
     padding_idx: int | None = None,
     sparse: bool = False,
 ) -> Variable:
-    """Sums or means of rows of the table ``weight`` [rows, width]; see :func:`amp.nn.embedding_bag`."""
+    """Sums, means or largest elements of rows of ``weight`` [rows, width]; see :func:`amp.nn.embedding_bag`."""
     call = "embedding_bag"
     _bags(call, x, offsets, mode)
     variable(call, "weight", weight, dtypes=FLOATING, rank=2)
@@ -140,7 +141,7 @@ def functional_embedding_bag(
 
 
 def _bags(call: str, x: Variable, offsets: Variable | None, mode: str) -> None:
-    choice(f"{call}: mode", mode, ("sum", "mean"))
+    choice(f"{call}: mode", mode, ("sum", "mean", "max"))
     variable(call, "x", x, dtypes=INTEGER, rank=2 if offsets is None else 1)
     if offsets is not None:
         variable(call, "offsets", offsets, dtypes=INTEGER, rank=1)
@@ -156,7 +157,11 @@ def _bagged(
         return value if value.dtype == dtype else add("Cast", value, to=ONNX_TYPES[str(dtype)])
 
     along = np.array([1], np.int64)
-    rows = cast(_rows(call, table, x, padding, prefix), "float32")
+    found = _rows(call, table, x, padding, prefix)
+    if mode == "max":
+        pads = None if padding is None else add("Unsqueeze", add("Equal", x, constant(x, padding)), np.array([-1]))
+        return _largest(add, found, None if offsets is None else _bag_of_each(add, x, cast(offsets, "int64")), pads)
+    rows = cast(found, "float32")
     ones = None
     if mode == "mean":
         counts = add("Equal", x, x) if padding is None else add("Not", add("Equal", x, constant(x, padding)))
@@ -185,6 +190,43 @@ def _bag_of_each(add: Any, x: Variable, offsets: Variable) -> tuple[Variable, Va
     number = add("Slice", number, np.array([0], np.int64), np.array([-1], np.int64), np.array([0], np.int64))
     start = add("Cast", add("Unsqueeze", none, np.array([1], np.int64)), to=ONNX_TYPES["float32"])
     return add("Unsqueeze", number, np.array([1], np.int64)), start
+
+
+def _largest(
+    add: Callable[..., Variable], rows: Variable, bags: tuple[Variable, Variable] | None, pads: Variable | None
+) -> Variable:
+    """The elements of each bag's rows that are largest, the first of equal ones, taken out of ``rows``; 0 where there
+    are none. ``bags``: as of :func:`_bag_of_each`; ``pads``: True for rows that are left out, which are 0."""
+
+    def full(type_: str, *inputs: Any, **attrs: Any) -> Variable:
+        made = add(type_, *inputs, **attrs)
+        assert made.producer is not None
+        made.producer.metadata[FULL] = str(Reason(Kind.COMPARES, rows.name))
+        return made
+
+    wide = add("Cast", rows, to=ONNX_TYPES["float32"])
+    low = np.array(-np.inf, np.float32)
+    compared = wide if pads is None else full("Where", pads, low, wide)
+    if bags is None:
+        first = full("ArgMax", compared, axis=1, keepdims=1)
+        return add("Squeeze", add("GatherElements", rows, first, axis=1), np.array([1], np.int64))
+    bag, start = bags
+    width = np.zeros((1, fixed("embedding_bag", "weight", rows, 1)), np.float32)
+    # CUDA's kernel of ScatterElements has largest and smallest ones, that of ScatterND has sums alone.
+    every = add("Add", bag, width.astype(np.int64))
+    top = full("ScatterElements", add("Add", start, width + low), every, compared, axis=0, reduction="max")
+    is_top = full("Equal", compared, full("GatherND", top, bag))
+    if pads is not None:
+        is_top = add("And", is_top, add("Not", pads))
+    # Rows are counted from 1 on, so that 0 is a row of zeros for bags that have none.
+    beyond, none = np.array(2**31 - 1), np.zeros(1, np.int64)
+    number = add("CumSum", add("Add", add("Sub", bag, bag), np.ones(1, np.int64)), np.array(0, np.int64))
+    numbers = add("Where", is_top, number, beyond)
+    nobody = add("Add", add("Cast", add("Add", start, width), to=ONNX_TYPES["int64"]), beyond)
+    first = add("ScatterElements", nobody, every, numbers, axis=0, reduction="min")
+    place = add("Where", add("Equal", first, beyond), none, first)
+    behind = add("Concat", width.astype(numpy_dtype(str(rows.dtype))), rows, axis=0)
+    return add("GatherElements", behind, place, axis=0)
 
 
 def _added(add: Any, start: Variable, bag: Variable, values: Variable) -> Variable:

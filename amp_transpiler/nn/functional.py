@@ -52,7 +52,7 @@ from amp_transpiler.nn.conv_functions import (
     conv3d_transpose,
 )
 from amp_transpiler.nn.creation import arange, assign, full, full_like, ones, ones_like, zeros, zeros_like
-from amp_transpiler.nn.ctc_loss import ctc_loss
+from amp_transpiler.nn.ctc_loss import ctc_greedy_decoder, ctc_loss
 from amp_transpiler.nn.elementwise_functions import (
     abs,
     add,
@@ -109,6 +109,7 @@ from amp_transpiler.nn.indexing import (
     scatter,
     scatter_nd_add,
     take_along_axis,
+    unique,
 )
 from amp_transpiler.nn.linalg import bmm, dot, einsum, linear, matmul, mm
 from amp_transpiler.nn.losses import (
@@ -157,6 +158,7 @@ from amp_transpiler.nn.number_functions import (
     numel,
     outer,
     sequence_mask,
+    shape,
     t,
 )
 from amp_transpiler.nn.pooling import (
@@ -240,6 +242,7 @@ __all__ = [
     "cos",
     "cosine_similarity",
     "cross_entropy",
+    "ctc_greedy_decoder",
     "ctc_loss",
     "cumprod",
     "cumsum",
@@ -346,6 +349,7 @@ __all__ = [
     "scatter_nd_add",
     "selu",
     "sequence_mask",
+    "shape",
     "sigmoid",
     "sigmoid_focal_loss",
     "sign",
@@ -384,6 +388,7 @@ __all__ = [
     "triu",
     "unbind",
     "unfold",
+    "unique",
     "unsqueeze",
     "unstack",
     "upsample",

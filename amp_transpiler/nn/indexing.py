@@ -8,12 +8,28 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.nodes import Variable
-from amp_transpiler.nn.building import INTEGER, LARGEST, append, axis_of, describe, fixed, flag, fresh, variable, whole
+from amp_transpiler.ir.types import HALF, INTEGERS, ONNX_TYPES, element_type
+from amp_transpiler.nn.building import (
+    INTEGER,
+    LARGEST,
+    append,
+    append_many,
+    axis_of,
+    describe,
+    fixed,
+    flag,
+    fresh,
+    variable,
+    whole,
+)
 from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.creation import zeros_like
 from amp_transpiler.nn.manipulation import reached
 from amp_transpiler.option_checks import is_whole
 
+#: The element types of numbers that onnxruntime's Unique reads, and what holds the numbers of the others.
+_SORTED = ("float32", "float64", "int64", "int8")
+_HOLDS = {**dict.fromkeys(HALF, "float32"), **dict.fromkeys(INTEGERS - {*_SORTED, "uint64"}, "int64"), "bool": "int8"}
 #: What onnxruntime's NonZero reads on CPU and CUDA.
 _COUNTED = ("bool", "float32", "int32", "int64")
 
@@ -69,6 +85,44 @@ def masked_select(x: Variable, mask: Variable) -> Variable:
     if variable(call, "mask", mask, dtypes=("bool",)).shape != x.shape:
         raise ArgumentError(f"{call}: {describe(mask)} has another shape than {describe(x)}")
     return _selected(call, x, mask)
+
+
+@function()
+def unique(
+    x: Variable,
+    return_index: bool = False,
+    return_inverse: bool = False,
+    return_counts: bool = False,
+    axis: int | None = None,
+    dtype: Any = "int64",
+) -> Variable | tuple[Variable, ...]:
+    """Each element of ``x`` once, ascending; with ``axis`` each slice along it. Data decide how many there are.
+
+    Asked for beside it, of ``dtype``: the place of the first of each, the place among them of each element of ``x``
+    (laid out flat without an axis), and how often each is there. A gradient goes to the first of equal elements.
+    onnxruntime has a kernel on the CPU alone.
+    """
+    call = "unique"
+    variable(call, "x", x, dtypes=(*_SORTED, *_HOLDS), min_rank=1)
+    prefix, kind = fresh(call), element_type(dtype)
+    if kind not in INTEGER:
+        raise ArgumentError(f"{call}: dtype is {kind}; expected int64 or int32")
+    if axis is None:
+        x, at, attrs = append(call, "Reshape", [x, np.array([-1], np.int64)], prefix=prefix), 0, {}
+    else:
+        at = axis_of(call, axis, x)
+        attrs = {"axis": at}
+    held = x
+    if x.dtype not in _SORTED:
+        held = append(call, "Cast", [x], attrs={"to": ONNX_TYPES[_HOLDS[str(x.dtype)]]}, prefix=prefix)
+    _, index, inverse, counts = append_many(call, "Unique", [held], 4, attrs=attrs, prefix=prefix)
+    values = append(call, "Gather", [x, index], attrs={"axis": at}, prefix=prefix)
+    asked = {"return_index": (return_index, index), "return_inverse": (return_inverse, inverse)}
+    asked["return_counts"] = return_counts, counts
+    found = [place for name, (wanted, place) in asked.items() if flag(call, name, wanted)]
+    if kind != "int64":
+        found = [append(call, "Cast", [each], attrs={"to": ONNX_TYPES[kind]}, prefix=prefix) for each in found]
+    return (values, *found) if found else values
 
 
 def _places(call: str, mask: Variable, prefix: str) -> Variable:

@@ -14,11 +14,12 @@ import onnx
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.nodes import OWN, Variable
+from amp_transpiler.ir.seeded import LARGEST_SEED
 from amp_transpiler.ir.types import NAMES, element_type
 from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
 from amp_transpiler.nn.building import typed
 from amp_transpiler.ops.training.seeds import set_default_seed, startup_seed
-from amp_transpiler.option_checks import is_real, is_whole, number, shown, whole
+from amp_transpiler.option_checks import is_real, number, shown, whole
 
 
 def set_seed(seed: int) -> None:
@@ -27,10 +28,7 @@ def set_seed(seed: int) -> None:
     A startup program with a ``seed`` of its own keeps it. Without any, the seed is 0: runs repeat, but for what
     operators of imported models (RandomNormalLike) draw from onnxruntime.
     """
-    if not is_whole(seed):
-        raise ArgumentTypeError(f"seed must be an integer, not {seed!r}")
-    if not 0 <= seed < 1 << 32:
-        raise ArgumentError(f"seed must be in 0 … 2**32 - 1, not {seed}")
+    whole("seed", seed, 0, LARGEST_SEED)
     set_default_seed(int(seed))
 
 

@@ -76,6 +76,13 @@ def numel(x: Variable) -> Variable:
 
 
 @function()
+def shape(x: Variable) -> Variable:
+    """The sizes of ``x`` in this run: int64 of shape [rank of ``x``]. What is known of them while building is
+    ``x.shape``."""
+    return append("shape", "Shape", [variable("shape", "x", x)])
+
+
+@function()
 def linspace(start: float, stop: float, num: int, dtype: Any = "float32") -> Variable:
     """``num`` numbers at equal distances, from ``start`` to ``stop`` and with both."""
     call = "linspace"

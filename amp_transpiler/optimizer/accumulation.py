@@ -56,7 +56,7 @@ class Accumulation:
                 total = create_state(
                     program,
                     startup,
-                    owned_name(program, f"{parameter.name}_accumulated", startup),
+                    owned_name(f"{parameter.name}_accumulated", program, startup),
                     master_type(parameter.dtype),
                     static_shape(parameter),
                     0,
@@ -84,7 +84,7 @@ class Accumulation:
         if state.name == STEP or found_inf is None:  # the randomness counter advances on a bad step too
             return
         new = program.updates[state]
-        name = owned_name(program, f"{state.name}_before_window", startup)
+        name = owned_name(f"{state.name}_before_window", program, startup)
         before = create_copy(program, startup, state, name, str(state.dtype))
         kept = gated_value(state, before, new, found_inf)
         program.set_update(state, kept)
@@ -92,5 +92,5 @@ class Accumulation:
 
     def close(self, program: Program, startup: Program, updates: dict[Variable, Variable]) -> None:
         """Tell the program of its window, when the whole step is there; ``updates`` are what every run writes."""
-        counter = create_state(program, startup, shared_name(program, "micro_step"), "int32", [], 0)
+        counter = create_state(program, startup, shared_name("micro_step", program, startup), "int32", [], 0)
         program.accumulation = AccumulationWindow(self.steps, counter, updates)

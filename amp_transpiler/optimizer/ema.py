@@ -98,11 +98,11 @@ class ExponentialMovingAverage:
     def _append(self, program: Program, startup: Program, step: TrainingStep) -> Operator:
         count = None
         if self.warmup:
-            count = create_state(program, startup, shared_name(program, "ema_step"), "int32", [], 0)
+            count = create_state(program, startup, shared_name("ema_step", program, startup), "int32", [], 0)
         inputs: list[Variable | None] = [step.found_inf, count]
         for row in step.rows:
             assert row.parameter is not None
-            name = owned_name(program, f"{row.parameter.name}_ema", startup)
+            name = owned_name(f"{row.parameter.name}_ema", program, startup)
             average = create_copy(program, startup, row.parameter, name, master_type(row.parameter.dtype))
             follow_dealt(startup, row.parameter, [average])
             inputs += [average, program.updates[row.parameter if row.master is None else row.master]]

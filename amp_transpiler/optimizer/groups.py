@@ -102,7 +102,7 @@ def _group(
 
 def thawed(items: list[Any]) -> list[Any]:
     """The items without frozen parameters and statistics: a list of all parameters stands for those that train."""
-    return [item for item in items if not isinstance(item, Variable) or item.trainable or not item.persistable]
+    return [item for item in items if not isinstance(item, Variable) or item.is_parameter or not item.persistable]
 
 
 def _name(item: Any) -> Any:

@@ -37,7 +37,7 @@ def check_finite_and_unscale(grads: Sequence[Variable], scale: Variable) -> tupl
     program = _gradients("check_finite_and_unscale", grads)
     _one_element("scale", scale, "float32")
     unscaled = [_unscaled(grad) for grad in grads]
-    found_inf = program.add_variable(owned_name(program, "found_inf"), "bool", (1,))
+    found_inf = program.add_variable(owned_name("found_inf", program), "bool", (1,))
     with context.operator_role(SCALING):
         attrs = {"n": len(grads), **_whose(grads)}
         program.add_operator(CHECK, [scale, *grads], [found_inf, *unscaled], attrs=attrs, domain=OWN)

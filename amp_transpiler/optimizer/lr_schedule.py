@@ -11,7 +11,7 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
 from amp_transpiler.ops.training.schedule import has_rule, rate_at
-from amp_transpiler.option_checks import is_finite, is_whole
+from amp_transpiler.option_checks import is_finite, is_whole, shown
 from amp_transpiler.runtime.scope import Scope, check_scope
 from amp_transpiler.warn import warn_user
 
@@ -60,7 +60,10 @@ class LRScheduler:
 
     # -- the rule ------------------------------------------------------------------------------------
     def value(self, step: int) -> float:
-        """The rate of step ``step`` (the first is 0), in float64; the program computes it in fp32."""
+        """The rate of step ``step`` (the first is 0), in float64; infinite where it is beyond all numbers.
+
+        The program computes it in fp32, of the step in fp32, which is exact up to 2**24 steps.
+        """
         return float(rate_at(self._description, float(count(self, "step", step, 0))))
 
     @property
@@ -200,7 +203,7 @@ def positive(owner: Any, name: str, value: Any) -> float:
 def count(owner: Any, name: str, value: Any, low: int) -> int:
     if not is_whole(value) or not low <= int(value) < 2**31:
         raise ArgumentError(
-            f"{type(owner).__name__}: {name} is {value!r}; expected a whole number of steps, at least {low}"
+            f"{type(owner).__name__}: {name} is {shown(value)}; expected a whole number of steps, {low} to {2**31 - 1}"
         )
     return int(value)
 

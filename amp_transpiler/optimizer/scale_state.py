@@ -36,7 +36,9 @@ class ScaleState:
         """Add the variables of ``scaler`` to the program, initialised by the startup program."""
 
         def state(name: str, dtype: str, value: float, wanted: bool = True) -> Variable | None:
-            return create_state(program, startup, shared_name(program, name), dtype, [1], value) if wanted else None
+            if not wanted:
+                return None
+            return create_state(program, startup, shared_name(name, program, startup), dtype, [1], value)
 
         scale = state("loss_scaling", "float32", scaler.init_scale)
         assert scale is not None

@@ -56,21 +56,23 @@ def appending(program: Program, startup_program: Program | None, *owners: object
         yield startup
 
 
-def shared_name(program: Program, prefix: str) -> str:
-    """``<prefix>_<n>``, never used before: two programs in one scope must not share this state by accident."""
+def shared_name(prefix: str, *programs: Program) -> str:
+    """``<prefix>_<n>``, never used before: two programs in one scope must not share this state by accident.
+
+    It is free in each of ``programs``, the startup program among them: another one may have state there, whose name was
+    made inside of another ``unique_name.guard()``.
+    """
     while True:
         name = unique_name.generate(prefix)
-        if not program.has_var(name):
+        if not any(program.has_var(name) for program in programs):
             return name
 
 
-def owned_name(program: Program, prefix: str, startup: Program | None = None) -> str:
-    """``<prefix>_<n>`` with the lowest free n; for state that hangs on a parameter's name.
-
-    It is free in ``startup`` too, where another program that trains the parameter may have state of its own.
-    """
+def owned_name(prefix: str, *programs: Program) -> str:
+    """``<prefix>_<n>`` with the lowest n that is free in each of ``programs``; for state that hangs on a parameter's
+    name, which another program that trains it may have in the same startup program."""
     number = 0
-    while any(one.has_var(f"{prefix}_{number}") for one in (program, startup) if one is not None):
+    while any(program.has_var(f"{prefix}_{number}") for program in programs):
         number += 1
     return f"{prefix}_{number}"
 
@@ -89,6 +91,7 @@ def create_state(
     state.stop_gradient = True
     initial = startup.add_variable(name, dtype, shape, persistable=True)
     state.owner = initial.owner = owner
+    state.startup = initial.startup = startup
     Constant(value).initialize(initial)
     return state
 
@@ -117,6 +120,7 @@ def create_copy(program: Program, startup: Program, parameter: Variable, name: s
     state.stop_gradient = True
     copy = startup.add_variable(name, dtype, parameter.shape, persistable=True)
     state.owner = copy.owner = parameter.owner
+    state.startup = copy.startup = startup
     if initial.dtype == dtype:
         startup.add_operator("Identity", [initial], [copy])
     else:

@@ -236,7 +236,7 @@ class UpdateRule:
         assert slots is not None
         inputs: list[Variable | None] = [found_inf, rate]
         for scalar in slots.outputs:
-            name = shared_name(program, f"{self.name}_{scalar}")
+            name = shared_name(f"{self.name}_{scalar}", program, startup)
             inputs.append(create_state(program, startup, name, "float32", [1], self._initial(scalar)))
         for parameter, grad in pairs:
             inputs += self._row(program, startup, slots, parameter, grad)
@@ -264,7 +264,7 @@ class UpdateRule:
             create_state(
                 program,
                 startup,
-                owned_name(program, f"{prefix}_{kind}", startup),
+                owned_name(f"{prefix}_{kind}", program, startup),
                 master_type(parameter.dtype),
                 *self._accumulator(static_shape(parameter)),
                 parameter.owner,
@@ -311,7 +311,7 @@ class UpdateRule:
 
     def _learning_rate(self, program: Program, startup: Program, found_inf: Variable | None) -> Variable:
         if self._rate is None or self._rate.program is not program:
-            name = shared_name(program, "learning_rate")
+            name = shared_name("learning_rate", program, startup)
             if isinstance(self.learning_rate, LRScheduler):
                 self._rate = self._scheduled(program, startup, name, self.learning_rate, found_inf)
             else:
@@ -322,7 +322,7 @@ class UpdateRule:
         self, program: Program, startup: Program, name: str, schedule: LRScheduler, found_inf: Variable | None
     ) -> Variable:
         """The rate that the program computes from its count of good steps, which is state."""
-        step = create_state(program, startup, shared_name(program, "lr_step"), "int32", [], 0)
+        step = create_state(program, startup, shared_name("lr_step", program, startup), "int32", [], 0)
         rate, new = program.add_variable(name, "float32", ()), next_value(step)
         schedule.follow(step.name)
         program.add_operator(LEARNING_RATE, [step], [rate, new], attrs={"schedule": schedule.description}, domain=OWN)

@@ -22,7 +22,6 @@ from amp_transpiler.errors import (
     OrderError,
     PlaceError,
 )
-from amp_transpiler.ir.accumulation_window import AccumulationWindow
 from amp_transpiler.ir.gc_pause import collector_paused
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.lists import place_traits
@@ -32,6 +31,7 @@ from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.passes.lowering.place import CPUPlace, Place, arithmetic_of, check_place, cores_of
 from amp_transpiler.program import Program, default_main_program
+from amp_transpiler.runtime.begun import begin, warn_of_shared
 from amp_transpiler.runtime.binding import PlainStep, Step, needs_plain
 from amp_transpiler.runtime.capture import CapturedStep, check_capturable
 from amp_transpiler.runtime.collective.current import own_rank, own_size
@@ -47,6 +47,7 @@ from amp_transpiler.runtime.plan import (
     fed_together,
     fetch_names,
     make_plan,
+    next_micro_step,
     shapes_of,
     thrashes,
 )
@@ -186,7 +187,7 @@ class Executor:
             return self._host_tables.run(self.run, program, feed or {}, names, scope, return_numpy)
         # Sessions are made before the scope is taken, so that those of other shapes are made side by side.
         window = program.accumulation
-        micro_step = _micro_step(window, scope)
+        micro_step = next_micro_step(window, scope)
         plan, feeds, step = self._ready(program, names, feed, micro_step)
         if plan.initialises:
             return self._initialise(program, plan, feeds, scope, return_numpy)
@@ -194,8 +195,9 @@ class Executor:
             with scope.reading():
                 return self._run(program, plan, step, feeds, scope, return_numpy)
         with scope.writing(), Uninterrupted():
+            warn_of_shared(program, plan, scope)
             if window is not None:
-                now = _micro_step(window, scope)
+                now = next_micro_step(window, scope)
                 if now != micro_step:  # another thread has taken it
                     plan, feeds, step = self._ready(program, names, feed, now)
                 results = self._run(program, plan, step, feeds, scope, return_numpy)
@@ -381,14 +383,10 @@ class Executor:
             results = self._run(parts.rest or program, plan, step, feeds, staged, return_numpy)
             values = parts.made(staged.ort_values, scope.ort_values)
             settle(program, values, scope, parts.held)
+            begin(program, values, scope)
         if step is not None and self.place.kind == "cpu":
             release_behind(values.values())
         return results
-
-
-def _micro_step(window: AccumulationWindow | None, scope: Scope) -> int:
-    """The number of the next run among those of a window of accumulation."""
-    return 0 if window is None else int(scope.find_var(window.counter.name))
 
 
 def _check_program(program: Program | None) -> Program:

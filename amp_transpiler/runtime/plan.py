@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from amp_transpiler.errors import ArgumentTypeError, GraphError, ScopeError
+from amp_transpiler.ir.accumulation_window import AccumulationWindow
 from amp_transpiler.ir.dealt_rows import held_shapes
 from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Variable, other_program
@@ -23,6 +24,7 @@ from amp_transpiler.runtime.dealt import dealt_variables
 from amp_transpiler.runtime.feeds import Feeds, shape_of
 from amp_transpiler.runtime.open_steps import OpenSteps
 from amp_transpiler.runtime.report import ReportRequest
+from amp_transpiler.runtime.scope import Scope
 from amp_transpiler.warn import warn_user
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
@@ -60,6 +62,7 @@ class Plan:
     last: Step | PlainStep | None = None
     seconds: float = 0.0  # that making sessions took
     dropped: bool = False  # a session that may be needed again
+    begun: object = None  # what was known of the scope's state when it was last asked whose it is
 
 
 @dataclass
@@ -150,6 +153,11 @@ def fetch_names(fetch_list: Sequence[Variable | ReportRequest | str] | None) -> 
             raise ArgumentTypeError(f"fetch_list holds variables or names, got {name!r}{none if name is None else ''}")
         names.append(name)
     return tuple(names)
+
+
+def next_micro_step(window: AccumulationWindow | None, scope: Scope) -> int:
+    """The number of the next run among those of a window of accumulation."""
+    return 0 if window is None else int(scope.find_var(window.counter.name))
 
 
 def check_home(program: Program, fetch_list: Sequence[Variable | ReportRequest | str]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -16,6 +17,7 @@ import onnx
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError, ScopeError
 from amp_transpiler.ir.context import inside
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
 from amp_transpiler.lists.paddle import paddle_attributes
 from amp_transpiler.ops.training.master_names import master_names, mastered
@@ -45,6 +47,8 @@ class Scope:
         self.dealt: Mapping[str, int] = MappingProxyType({})
         #: What let parameters be something else than what is trained, for as long as it lasts; empty: nothing.
         self.stand_in = ""
+        #: The startup programs that have begun state of training steps here, by its name, the latest one last.
+        self.begun: Mapping[str, Sequence[weakref.ref[Graph]]] = MappingProxyType({})
         self._lock = StepLock()
 
     __getattr__ = paddle_attributes("amp_transpiler.Scope")

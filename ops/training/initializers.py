@@ -132,7 +132,7 @@ def _drawn_of(op: Operator) -> str:
 @lowering_rule(own("SeedInitializer"))
 def seed_initializer(e: Emitter, op: Operator) -> list[Value]:
     """The program's seed, as a value that constant folding does not see."""
-    return [e.Add(e.const(op.program.seed % (1 << 32), "uint32"), e.cast(e.scalar("zero"), "uint32"))]
+    return [e.Add(e.const(op.program.seed, "uint32"), e.cast(e.scalar("zero"), "uint32"))]
 
 
 @lowering_rule(own("UniformInitializer"))

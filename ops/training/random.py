@@ -161,6 +161,11 @@ class _Rate:
         """The ratio in this input of ``op``; 0.5 where it is left out."""
         return _Rate(ratio, np.asarray(0.5, np.float32) if ratio is None else e.known(op.input(slot)))
 
+    @property
+    def drops_all(self) -> bool:
+        """Whether it is known that nothing is kept."""
+        return self.known is not None and np.float32(self.known.item()) == 1
+
     def threshold(self, e: Emitter) -> Value:
         """The uint32 below which a word is dropped: ratio * 2**32, the next multiple of 2**8."""
         if self.known is not None:
@@ -176,7 +181,7 @@ class _Rate:
         """
         if self.known is not None:
             ratio = self.known if self.known.dtype == np.float64 else np.float32(self.known.item())
-            factor = float(1 / (1 - ratio))
+            factor = 1.0 if self.drops_all else float(1 / (1 - ratio))
             if makes_multiples(e):
                 kept = e.Where(mask, value, e.like(0, value), shape=value.shape)
                 e.shared[kept_of(mask, value)] = (kept,)
@@ -196,7 +201,10 @@ def masked(
     """Value and mask of a dropout at this step. ``slot``: the input of ``op`` that is the ratio."""
     assert x.shape is not None
     rate = _Rate.of(e, op, slot, ratio)
-    mask = keep_mask(e, x.shape, e.scalar("seed"), e.scalar("step"), mask_stream(op), rate.threshold(e), late)
+    if rate.drops_all:
+        mask = e.Less(x, x, shape=x.shape)
+    else:
+        mask = keep_mask(e, x.shape, e.scalar("seed"), e.scalar("step"), mask_stream(op), rate.threshold(e), late)
     return [rate.scaled(e, x, mask), mask][: len(op.outputs)]
 
 
@@ -217,6 +225,10 @@ def dropout_for_test(op: Operator) -> None:
     op.metadata.pop(MASK_ID, None)
     if op.input(2) is not None:
         op.set_input(2, None)
+    ratio = op.input(1)
+    known = None if ratio is None else constant_array(ratio)
+    if known is not None and np.float32(known.item()) == 1:  # which onnxruntime refuses where it reads none, too
+        op.set_input(1, None)
     mask = op.output(1)
     if mask is not None and not mask.readers:
         op.set_output(1, None)

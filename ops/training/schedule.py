@@ -28,11 +28,17 @@ class Numbers:
     cos = staticmethod(math.cos)
     exp = staticmethod(math.exp)
     pow = staticmethod(math.pow)
-    #: A number to the power of what rules are given.
-    power = staticmethod(math.pow)
     floor = staticmethod(math.floor)
     min = staticmethod(min)
     max = staticmethod(max)
+
+    @staticmethod
+    def power(base: float, n: float) -> float:
+        """A number to the power of what rules are given; infinite beyond all floats, as in a program."""
+        try:
+            return math.pow(base, n)
+        except OverflowError:
+            return math.inf
 
     @staticmethod
     def less(a: Any, b: Any, then: Any, otherwise: Any) -> Any:
@@ -140,9 +146,14 @@ def PiecewiseDecay(m: Any, t: Any, s: Description) -> Any:
     return rate
 
 
+def _decayed(m: Any, s: Description, times: Any) -> Any:
+    """The rate after so many decays; a rate of 0 stays 0 where ``gamma``, above 1, has grown beyond all numbers."""
+    return s["learning_rate"] * m.power(s["gamma"], times) if s["learning_rate"] else 0 * times
+
+
 @_rule
 def ExponentialDecay(m: Any, t: Any, s: Description) -> Any:
-    return s["learning_rate"] * m.power(s["gamma"], t)
+    return _decayed(m, s, t)
 
 
 @_rule
@@ -157,14 +168,14 @@ def InverseTimeDecay(m: Any, t: Any, s: Description) -> Any:
 
 @_rule
 def StepDecay(m: Any, t: Any, s: Description) -> Any:
-    return s["learning_rate"] * m.power(s["gamma"], m.floor(t / s["step_size"]))
+    return _decayed(m, s, m.floor(t / s["step_size"]))
 
 
 @_rule
 def MultiStepDecay(m: Any, t: Any, s: Description) -> Any:
-    rate = s["learning_rate"] * s["gamma"] ** len(s["milestones"])
+    rate = _decayed(Numbers, s, len(s["milestones"]))
     for index, milestone in reversed(list(enumerate(s["milestones"]))):
-        rate = m.less(t, milestone, s["learning_rate"] * s["gamma"] ** index, rate)
+        rate = m.less(t, milestone, _decayed(Numbers, s, index), rate)
     return rate
 
 

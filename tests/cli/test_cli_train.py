@@ -12,6 +12,9 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.cli.main import main
+from amp_transpiler.cli.training_options import training_options
+from amp_transpiler.errors import ArgumentError
+from amp_transpiler.finetune.options import FitOptions
 from amp_transpiler.nn import functional as F
 
 
@@ -110,14 +113,16 @@ def test_frozen_parameters_stay(task: Path) -> None:
         "--lr",
         "0.01",
         "--batch-norm",
-        "frozen",
+        "train",
+        "batch_norm_*=frozen",
     ]
     assert main(arguments) == 0
     before, after = (
         {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(task / name).graph.initializer}
         for name in ("model.onnx", "out.onnx")
     )
-    np.testing.assert_array_equal(before["body.w_0"], after["body.w_0"])
+    for kept in ("body.w_0", "batch_norm_0.w_1", "batch_norm_0.w_2"):
+        np.testing.assert_array_equal(before[kept], after[kept])
     assert (before["head.w_0"] != after["head.w_0"]).any()
 
 
@@ -240,3 +245,22 @@ def test_a_cache_of_models_serves_the_next_training(task: Path, capsys: pytest.C
     wrong = ["--cache-dir", str(task / "file")]
     assert main(["train", str(task / "model.onnx"), str(task / "no.onnx"), *arguments, *wrong]) == 1
     assert "--cache-dir" in capsys.readouterr().err and not (task / "no.onnx").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "ways"),
+    [
+        (["frozen"], "frozen"),
+        (["body.*=frozen"], {"body.*": "frozen"}),
+        (["frozen", "re:a=b|c=train"], {"*": "frozen", "re:a=b|c": "train"}),
+        (["eval"], r"--batch-norm is 'eval'; expected one of train, synchronized, frozen"),
+        (["body.*=eval"], r"--batch-norm of 'body.\*' is 'eval'; expected one of train"),
+        (["body.*="], r"--batch-norm of 'body.\*' is ''; expected one of train"),
+    ],
+)
+def test_batch_norms_train_by_words_and_patterns(words: list[str], ways: str | dict[str, str]) -> None:
+    if isinstance(ways, str) and ways.startswith("--"):
+        with pytest.raises(ArgumentError, match=ways):
+            FitOptions(flags=True, **training_options({"batch_norm": words}))
+    else:
+        assert FitOptions(flags=True, **training_options({"batch_norm": words})).plain()["batch_norm"] == ways

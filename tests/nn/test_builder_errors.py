@@ -82,7 +82,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         r"embedding: x 'rows' .* must have element type int64 or int32",
     ),
     "embedding size": (lambda: nn.embedding(ids(), [3]), r"size must be \[rows, width\]"),
-    "dropout p": (lambda: F.dropout(rows(), 1.0), r"p must be in \[0, 1\), not 1.0"),
+    "dropout p": (lambda: F.dropout(rows(), 1.5), r"p must be in \[0, 1\], not 1.5"),
     "heads": (
         lambda: nn.multi_head_attention(nn.data("x", [None, 3, 10]), num_heads=3),
         r"num_heads=3 does not divide",

@@ -1,4 +1,4 @@
-"""Bags of rows: sums and means beside numpy's, with empty bags and padding, in every precision, and their gradients."""
+"""Bags of rows: sums, means and largest elements beside numpy's, with empty bags and padding, in every precision, and their gradients."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ def expected(table: np.ndarray, rows: list[list[int]], mode: str) -> tuple[np.nd
     """The bags, and the gradient of the table for the mean of their squares, in float64."""
     found, gradient = np.zeros((len(rows), WIDTH)), np.zeros_like(table)
     for bag, result in zip(rows, found, strict=True):
+        if mode == "max":
+            if bag:
+                first = np.array(bag)[table[bag].argmax(0)]
+                result += table[first, range(WIDTH)]
+                np.add.at(gradient, (first, range(WIDTH)), 2 * result / found.size)
+            continue
         share = 1 / max(len(bag), 1) if mode == "mean" else 1.0
         result += share * table[bag].sum(0)
         for row in bag:
@@ -33,6 +39,31 @@ def expected(table: np.ndarray, rows: list[list[int]], mode: str) -> tuple[np.nd
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize("offsets", OFFSETS, ids=["rectangle", "one empty", "two empty", "one bag"])
 def test_sums_and_means(offsets: list[int] | None, mode: str, padding: int | None, precision: str) -> None:
+    check(offsets, mode, padding, precision)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "pure", "16-bit table"])
+@pytest.mark.parametrize("offsets", [None, [0, 0, 0, 12]], ids=["rectangle", "two empty"])
+def test_largest_elements(offsets: list[int] | None, precision: str) -> None:
+    check(offsets, "max", 2, precision)
+
+
+def test_of_equal_elements_the_first_has_the_gradient() -> None:
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        x, begins = amp.data("x", [3], "int64"), amp.data("offsets", [2], "int64")
+        table = amp.create_parameter([3, 1], "float32", "table", amp.nn.initializer.Constant(2.0))
+        bags = F.embedding_bag(x, table, begins, "max"), F.embedding_bag(F.reshape(x, [1, 3]), table, mode="max")
+        found = [amp.append_backward(F.sum(bag), no_grad_set=[])[0][1] for bag in bags]
+    exe, scope = amp.Executor(amp.CPUPlace()), amp.Scope()
+    exe.run(startup, scope=scope)
+    feed = {"x": np.array([1, 2, 0]), "offsets": np.array([0, 3])}
+    for gradient in exe.run(main, feed, found, scope):
+        assert gradient.ravel().tolist() == [0, 1, 0]
+
+
+def check(offsets: list[int] | None, mode: str, padding: int | None, precision: str) -> None:
+    """A step of SGD on the mean square of the bags, beside numpy in float64."""
     ids = np.random.default_rng(3).integers(0, ROWS, IDS if offsets is not None else (3, 4))
     main, startup = amp.Program(), amp.Program("startup")
     dtype = "float16" if precision == "16-bit table" else "float32"
@@ -81,8 +112,8 @@ def test_many_rows_are_added_up_in_fp32() -> None:
 def test_wrong_arguments_are_named() -> None:
     with amp.program_guard(amp.Program(), amp.Program("startup")):
         flat, begins = amp.data("x", [None], "int64"), amp.data("offsets", [None], "int64")
-        with pytest.raises(amp.AmpError, match="mode is 'max'; expected one of sum, mean"):
-            amp.nn.embedding_bag(flat, [4, 2], begins, "max")
+        with pytest.raises(amp.AmpError, match="mode is 'min'; expected one of sum, mean, max"):
+            amp.nn.embedding_bag(flat, [4, 2], begins, "min")
         with pytest.raises(amp.AmpError, match="x 'x'"):
             amp.nn.embedding_bag(flat, [4, 2])
         with pytest.raises(amp.AmpError, match="offsets 'floats'"):

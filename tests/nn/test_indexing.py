@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -177,3 +178,39 @@ def test_iteration_ends_in_an_error_and_not_in_a_hang() -> None:
             list(x)
         with pytest.raises(TypeError):
             _, _ = x
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int32", "int64", "bool"])
+def test_unique_elements_and_slices_are_numpys(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 2 if dtype == "bool" else 5, (6, 4))
+    x[3] = x[1]
+    program = amp.Program()
+    with amp.program_guard(program, amp.Program("startup")):
+        given = amp.data("x", [None, 4], dtype)
+        found = [*F.unique(given, True, True, True), *F.unique(given, axis=0, return_inverse=True, dtype="int32")]
+        only, sizes = F.unique(given), F.shape(given)
+    held = x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    results = amp.Executor().run(program, {"x": held}, [*found, only, sizes])
+    flat = np.unique(x, return_index=True, return_inverse=True, return_counts=True)
+    rows = np.unique(x, axis=0, return_inverse=True)
+    for result, wanted in zip(results, [*flat, *rows, flat[0], x.shape], strict=True):
+        np.testing.assert_array_equal(np.asarray(result, np.int64), np.reshape(wanted, result.shape))
+    kinds = [dtype, "int64", "int64", "int64", dtype, "int32", dtype, "int64"]
+    assert [str(result.dtype) for result in results] == kinds
+
+
+@pytest.mark.parametrize("pure", [False, True])
+def test_the_first_of_equal_elements_has_the_gradient(pure: bool) -> None:
+    start = np.array([3, 1, 3, 2, 1, 7], np.float32)
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        found = F.unique(amp.create_parameter([6], "float32", "w", start))
+        sgd = amp.optimizer.SGD(1.0, multi_precision=True)
+        optimizer = amp.decorate(sgd, init_loss_scaling=8.0, use_pure_fp16=pure, use_fp16_guard=False)
+        optimizer.minimize(F.sum(found * found), startup)
+    executor, scope = amp.Executor(), amp.Scope()
+    executor.run(startup, scope=scope)
+    optimizer.amp_init(amp.CPUPlace(), scope=scope)
+    executor.run(main, scope=scope)
+    assert scope.find_var("w").tolist() == [-3, -1, 3, -2, 1, -7]

@@ -60,3 +60,21 @@ def test_shapes_and_reductions_are_checked(call: Callable[..., amp.Variable]) ->
             call(x, y)
         with pytest.raises(amp.AmpError, match="reduction='avg'"):
             call(x, x, reduction="avg")
+
+
+@pytest.mark.parametrize("steps", [1, 7])
+@pytest.mark.parametrize("lengths", [None, "int32", "int64"])
+def test_labels_are_read_off_the_best_path(steps: int, lengths: str | None) -> None:
+    rng, blank = np.random.default_rng(steps), 3
+    x, counts = rng.normal(size=(9, steps, 4)).astype(np.float32), rng.integers(0, steps + 1, 9)
+    program = amp.Program()
+    with amp.program_guard(program, amp.Program("startup")):
+        count = None if lengths is None else amp.data("n", [None, 1], lengths)
+        labels, sizes = F.ctc_greedy_decoder(amp.data("x", [None, None, 4]), blank, count, padding_value=-1)
+    feed = {"x": x} if lengths is None else {"x": x, "n": counts[:, None].astype(lengths)}
+    found, found_sizes = amp.Executor().run(program, feed, [labels, sizes])
+    for row, label, size, taken in zip(x.argmax(2), found, found_sizes, counts, strict=True):
+        path = row if lengths is None else row[:taken]
+        wanted = [c for i, c in enumerate(path) if c != blank and (i == 0 or c != path[i - 1])]
+        assert size.tolist() == [len(wanted)]
+        assert label.tolist() == wanted + [-1] * (steps - len(wanted))

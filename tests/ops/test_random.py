@@ -243,6 +243,20 @@ def test_dropout_forward_and_backward(dtype: str) -> None:
     assert abs(kept.mean() - 0.7) < 0.05
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_dropout_of_everything(dtype: str) -> None:
+    """Zeros, whose gradients are zeros, also where a value overflowed; an evaluation passes all through."""
+    main, startup, y, _ = dropout_program(1.0, dtype)
+    with program_guard(main, startup):
+        ((_, grad),) = append_backward(F.sum(y * y + main.var("x")))
+    scope = startup_values(startup)
+    scope["x"] = np.where(np.arange(2000).reshape(40, 50) == 7, np.inf, scope["x"]).astype(scope["x"].dtype)
+    found, dx, kept = run(main, scope, {}, [y, grad, y.producer.outputs[1]])
+    assert not found.any() and not kept.any() and (dx == 1).all()
+    test = main.clone(for_test=True)
+    np.testing.assert_array_equal(run(test, scope, {}, [test.var(y.name)])[0], scope["x"])
+
+
 def test_dropout_mask_follows_seed_step_and_operator() -> None:
     main, startup, first, second = dropout_program()
     masks = [v.producer.outputs[1] for v in (first, second)]

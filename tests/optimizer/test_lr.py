@@ -224,6 +224,23 @@ def test_far_steps_are_exact_enough(schedule: lr.LRScheduler) -> None:
         assert net.steps.state["lr_step_0"] == step + 1
 
 
+@pytest.mark.parametrize(
+    "schedule",
+    [lr.ExponentialDecay(0.1, 1.5), lr.StepDecay(0.1, 1, 1.5), lr.MultiStepDecay(0.1, [1, 2], 1e200)],
+    ids=lambda schedule: type(schedule).__name__,
+)
+def test_a_rate_that_grows_beyond_all_numbers_is_infinite_there_as_in_the_program(schedule: lr.LRScheduler) -> None:
+    net = Net(schedule)
+    net.steps.state["lr_step_0"] = np.array(10**6, np.int32)
+    assert net.step() == schedule.value(10**6) == np.inf
+
+
+def test_a_rate_of_nothing_stays_nothing() -> None:
+    net = Net(lr.ExponentialDecay(0.0, 1.5))
+    net.steps.state["lr_step_0"] = np.array(10**6, np.int32)
+    assert net.step() == lr.ExponentialDecay(0.0, 1.5).value(10**6) == 0
+
+
 @EVERY
 def test_every_operator_has_a_cuda_kernel(schedule: lr.LRScheduler) -> None:
     net = Net(schedule, gated=True)
@@ -349,7 +366,9 @@ def test_schedules_compare_by_what_they_describe() -> None:
         (lambda: lr.OneCycleLR(0.1, 10, phase_pct=0.1), ArgumentError, "phase_pct"),
         (lambda: lr.OneCycleLR(0.1, 10, phase_pct=1.0), ArgumentError, "phase_pct"),
         (lambda: lr.OneCycleLR(0.1, 100, phase_pct=0.6, three_phase=True), ArgumentError, "phase_pct"),
-        (lambda: lr.Constant(0.1).value(-1), ArgumentError, "step"),
+        (lambda: lr.Constant(0.1).value(-1), ArgumentError, "step is -1; .* 0 to 2147483647"),
+        (lambda: lr.Constant(0.1).value(2**31), ArgumentError, "step is 2147483648; .* 0 to 2147483647"),
+        (lambda: lr.Constant(0.1).value(True), ArgumentError, "step is True"),
     ],
 )
 def test_bad_arguments_are_named(make: Callable[[], Any], error: type[Exception], named: str) -> None:

@@ -242,3 +242,36 @@ def test_programs_in_turn_over_one_parameter_have_moments_of_their_own(mode: str
     assert len(masters) == (mode == "pure")
     found = scope.find_var(masters[0] if masters else "w").reshape(-1)
     np.testing.assert_allclose(found, weight, rtol=1e-5 if mode == "fp32" else 1e-2)
+
+
+def _adam_over_w(name: str, startup: amp.Program) -> tuple[amp.Program, Any]:
+    """A program that trains 'w' with Adam, under names of its own guard."""
+    program = amp.Program(name)
+    with amp.program_guard(program, startup), amp.unique_name.guard():
+        y = amp.nn.fc(amp.data("x", [4, 3]), 1, bias_attr=False, param_attr="w")
+        loss = F.mean(y)
+        adam = amp.optimizer.Adam(0.1, multi_precision=True)
+        amp.decorate(adam, use_pure_fp16=True, use_fp16_guard=False).minimize(loss, startup)
+    return program, loss
+
+
+def test_programs_built_under_guards_of_their_own_have_state_of_their_own_in_one_startup_program() -> None:
+    startup = amp.Program("startup")
+    states = [{v.name for v in _adam_over_w(name, startup)[0].updates} for name in ("first", "second")]
+    assert states[0] & states[1] == {"w", "w_fp32_master_0"}
+    assert len(states[0]) == len(states[1]) == 9
+
+
+def test_a_step_says_that_another_startup_program_began_its_state_anew() -> None:
+    """A program that is built anew, and begun by its own startup program, is another matter."""
+    (first, loss), (second, other) = (_adam_over_w(n, amp.Program(f"{n}_startup")) for n in ("first", "second"))
+    executor, scope, feed = amp.Executor(), amp.Scope(), {"x": np.ones((4, 3), np.float32)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for program, fetched in ((first, loss), (second, other)):
+            executor.run(program.startup, scope=scope)
+            amp.cast_parameters_to_fp16(amp.CPUPlace(), program, scope, {"w"})
+            executor.run(program, feed, [fetched], scope)
+    match = "'first' trains with '.*' and 6 more, .* 'second_startup' .* own, 'first_startup'.* one startup program"
+    with pytest.warns(AmpWarning, match=match):
+        executor.run(first, feed, [loss], scope)

@@ -10,6 +10,7 @@ import amp_transpiler as amp
 from amp_transpiler.errors import GradientError
 from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.lowering.lowering import lower
+from amp_transpiler.warn import AmpWarning
 from tests.helpers.programs import LAYERS, feeds_of
 from tests.helpers.sessions import session
 
@@ -49,6 +50,22 @@ def test_only_what_is_wanted_is_computed(program: amp.Program) -> None:
     assert [p.name for p, _ in pairs] == ["w"]
     products = [op for op in program.operators if op.type == "MatMulGrad"]
     assert len(products) == 1 and products[0].outputs[0] is None, "neither dX of the first product nor dfrozen"
+
+
+def test_a_parameter_is_frozen_by_either_attribute_until_the_step_is_built(program: amp.Program) -> None:
+    frozen, stopped, w = (parameter(name, 3) for name in ("frozen", "stopped", "w"))
+    frozen.trainable, stopped.stop_gradient = False, True
+    amp.optimizer.SGD(0.1).minimize(F.sum(F.exp(frozen) * F.exp(stopped) * w))
+    assert list(program.updates) == [w]
+    with pytest.warns(AmpWarning, match="trainable of 'w' is set after minimize: .* updates it all the same"):
+        w.trainable = False
+    w.trainable = True
+    with pytest.warns(AmpWarning, match="stop_gradient of 'w' is set after minimize"):
+        w.stop_gradient = True
+    with pytest.warns(AmpWarning, match="trainable of 'frozen' is set after minimize: .* does not update it"):
+        frozen.trainable = True
+    again = amp.Program.from_onnx(program.to_onnx())
+    assert [v.name for v in again.parameters] == ["frozen"]
 
 
 def test_no_grad_set_and_stop_gradient_end_the_path(program: amp.Program) -> None:

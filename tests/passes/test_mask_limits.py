@@ -29,7 +29,7 @@ MASKS = {
     "where": "a = Where(c, x, low)  y = Softmax(a)",
     "where, then added": "a = Where(c, zero, low)  b = MatMul(x, w)  d = Add(b, a)  y = Softmax(d)",
     "one minus": "f = Cast<to = 1>(seen)  i = Sub(one, f)  m = Mul(i, low)  a = Add(x, m)  y = Softmax(a)",
-    "truth times": "f = Cast<to = 1>(c)  m = Mul(low, f)  u = Expand(m, shape)  a = Add(u, x)  y = LogSoftmax(a)",
+    "truth times": "f = Cast<to = 1>(c)  m = Mul(low, f)  u = Expand(m, shape)  a = Add(u, x)  l = LogSoftmax(a)  y = Exp(l)",
     "subtracted": "f = Cast<to = 1>(c)  m = Mul(f, high)  a = Sub(x, m)  y = Softmax(a)",
     "scaled": "a = Where(c, x, low)  b = Div(a, eight)  y = Softmax(b)",
     "bounded": "a = Where(c, x, low)  b = Max(a, low)  y = Softmax(b)",
@@ -275,3 +275,20 @@ def test_more_masks_than_share_the_range_stay_fp32_until_the_softmax() -> None:
     unguarded = without_parameters(program(TWO_MASKS.replace("  both = Add(m, n)", more).replace("h, both", "h, most")))
     masks = Constraints(replaced=gather(unguarded).replaced)
     assert np.isnan(run_faithful(convert(unguarded, masks), MASKED)[0]).any()  # a row of minus infinity
+
+
+@pytest.mark.parametrize(
+    ("behind", "kept"),
+    [
+        ("y = LogSoftmax(a)", True),  # an output shows it
+        ("l = LogSoftmax(a)  b = Add(l, m)  y = LogSoftmax(b)", True),
+        ("l = LogSoftmax(a)  y = Exp(l)", False),
+        ("l = LogSoftmax(a)  b = Add(l, m)  y = Softmax(b)", False),
+    ],
+)
+def test_masks_go_on_behind_the_logarithm_of_a_softmax(behind: str, kept: bool) -> None:
+    p = masked(f"f = Cast<to = 1>(c)  o = Sub(one, f)  m = Mul(o, low)  a = Add(x, m)  {behind}")
+    expected = run(p, FEEDS)[0]
+    done = amp.convert(p.to_onnx(), mode="pure")
+    assert {op.precision for op in done.operators if op.type == "LogSoftmax"} == {"float32" if kept else "float16"}
+    np.testing.assert_allclose(run_faithful(done, FEEDS)[0], expected, rtol=2e-3, atol=2e-3)

@@ -11,7 +11,7 @@ import amp_transpiler as amp
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.program import Program
 from tests.helpers.constraints_of import run_faithful
-from tests.helpers.golden import program
+from tests.helpers.golden import program, run
 
 X = np.linspace(-0.2, 1.2, 257).astype(np.float32)
 
@@ -76,6 +76,35 @@ POLES = {
         inverse_sigmoid,
     ),
 }
+
+
+FAR = np.linspace(-16, 16, 257).astype(np.float32)
+FUNCTIONS = {
+    "log sigmoid": "s = Sigmoid(x)  y = Log(s)",
+    "of the other side": "s = Sigmoid(x)  d = Sub(one, s)  y = Log(d)",
+    "softmax": """r = Reshape(x, rows)  n = Neg(r)  c = Concat<axis = 1>(r, n)  s = Softmax<axis = 1>(c)  l = Log(s)
+        u, v = Split<axis = 1, num_outputs = 2>(l)  k = Sub(u, v)  y = Reshape(k, back)""",
+    "inside of a branch": """s = Sigmoid(x)  n = Neg(s)  d = Add(n, one)  y = If (yes) <then_branch = t () => (float[257] t) { t = Log(d) },
+        else_branch = e () => (float[257] e) { e = Identity(x) }>""",
+    "out of a branch": """d = If (yes) <then_branch = t () => (float[257] t) { s = Sigmoid(x)  t = Sub(one, s) },
+        else_branch = e () => (float[257] e) { e = Identity(x) }>  y = Log(d)""",
+    "in each row": """r = Reshape(x, rows)  s = Sigmoid(r)  d = Sub(one, s)
+        o = Scan <num_scan_inputs = 1, body = b (float[1] i) => (float[1] l) { l = Log(i) }> (d)  y = Reshape(o, back)""",
+}
+
+
+@pytest.mark.parametrize("pattern", FUNCTIONS)
+def test_a_function_that_comes_near_a_pole_does_not_meet_it(pattern: str) -> None:
+    """Nor does it lose more beside it than float32 does."""
+    written = program(
+        f"""main (float[257] x) => (float[257] y)
+        <float one = {{1}}, int64[2] rows = {{257, 1}}, int64[1] back = {{-1}}, bool yes = {{1}}> {{ {FUNCTIONS[pattern]} }}""",
+        18,
+    )
+    expected = run(written, {"x": FAR})[0]
+    got = run_faithful(amp.convert(written.to_onnx(), mode="pure"), {"x": FAR})[0]
+    assert np.isfinite(expected).all()
+    np.testing.assert_allclose(got, expected, rtol=4e-3, atol=4e-3)
 
 
 @pytest.mark.parametrize("eps", [1e-4, 1e-5])

@@ -3,7 +3,8 @@
 ``-3.4e38`` at a masked place means "never"; the smallest number of a format means the same there. That holds
 wherever the tensor can go, so it is decided by what reads it: data movement, additions to the logits and
 multiplications by zeros and ones, and at the end an operator in which the lowest numbers count for nothing. One that
-picks among elements, a maximum or TopK, gives a masked one where there is no other, and what reads that decides.
+picks among elements, a maximum or TopK, gives a masked one where there is no other, and what reads that decides; so
+does what reads the logarithm of a softmax, which is as low at masked places.
 
 What is added to a mask, scores or a second mask, shares the format's range with it: a sum beyond would be infinite, and
 a softmax over a row of nothing but minus infinity is NaN.
@@ -11,6 +12,7 @@ a softmax over a row of nothing but minus infinity is NaN.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -90,7 +92,7 @@ class Masks:
             if not masked:
                 continue
             known = [count[read[slot]] for slot in masked]  # type: ignore[index]
-            beside = any(each.beside for each in known)
+            beside = any(each.beside for each in known) or _is_as_low(op)
             masks = max(each.masks for each in known)
             if name in _SUMS:
                 masks = sum(each.masks for each in known)
@@ -276,8 +278,15 @@ def _ignored(op: Operator, name: str) -> int:
 
 
 def _picks(op: Operator, name: str) -> bool:
-    """Whether it makes a number of each row of its first operand, or some: a masked one where the whole row is."""
-    return name == "TopK" or (traits_of(op).reduces != "" and _ignored(op, name) != 0)
+    """Whether it makes masked numbers of its first operand: of each row one or some, where the whole row is masked, or
+    one of each element."""
+    return name == "TopK" or (traits_of(op).reduces != "" and _ignored(op, name) != 0) or _is_as_low(op)
+
+
+def _is_as_low(op: Operator) -> bool:
+    """Whether what it makes of a masked element, for which it has no bound, is as low but for a number beside it."""
+    traits = traits_of(op)
+    return traits.ignores == "low" and traits.bounded is not None and traits.bounded[0] == -math.inf
 
 
 def _is_border(op: Operator, flow: Flow) -> bool:

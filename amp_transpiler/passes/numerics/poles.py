@@ -1,5 +1,8 @@
 """Bounds that keep numbers from a pole, and that 16 bit rounds onto it.
 
+A function that comes near the ends of its range, and does not reach them, is such a bound: ``log(1 - sigmoid(x))`` is
+finite up to an x of 17, and infinite from 8.4 on where the sigmoid is 1 in float16.
+
 ``log(1 - clip(x, eps, 1 - eps))`` is finite for the bound alone, which is 1 in float16 from an eps of 0.0002 on. Each
 bound that is no number of the format is followed through arithmetic with constants, as it is and as 16 bit computes
 it; where the one is off a pole that the other meets, what lies between the bound and the pole stays fp32.
@@ -26,17 +29,23 @@ _BOUNDING = frozenset({"Clip", "Max", "Min", "Where"})
 def keep_from_poles(flow: Flow, dtype: str, constraints: Constraints) -> None:
     """Add to ``constraints`` the tensors between such bounds and the operators with poles, and a note of each bound."""
     poles = flow.kinds.keys() & {"Div", "Pow"} or any(kind.poles for kind in flow.kinds.values())
-    if not poles or flow.kinds.keys().isdisjoint(_BOUNDING):
+    bounding = _BOUNDING | {name for name, kind in flow.kinds.items() if kind.nears}
+    if not poles or flow.kinds.keys().isdisjoint(bounding):
         return
     for op, name, _ in flow.steps:
-        made = op.output(0) if name in _BOUNDING else None
+        made = op.output(0) if name in bounding else None
         for bound, number in _bounds(op, name, flow) if made is not None else ():
             if math.isfinite(number) and _rounded(number, dtype) != number:
                 _follow(op, bound, number, flow, dtype, constraints)
 
 
 def _bounds(op: Operator, name: str, flow: Flow) -> list[tuple[Variable | None, float]]:
-    """The numbers by which it bounds, each with the constant that holds it (None for an attribute)."""
+    """The numbers by which it bounds, each with the constant that holds it (None for an attribute, or where it is the
+    number of float32 that is next to an end of its range)."""
+    if traits_of(op).nears:
+        low, high = (np.float32(end) for end in traits_of(op).bounded or ())
+        least = np.finfo(np.float32).smallest_normal if low == 0 else np.nextafter(low, high)
+        return [(None, float(least)), (None, float(np.nextafter(high, low)))]
     if name == "Clip" and len(op.inputs) == 1:
         return [(None, op.attrs[each]) for each in ("min", "max") if each in op.attrs]
     read = flow.inputs[op][1:] if name == "Clip" else flow.inputs[op]
@@ -53,6 +62,13 @@ def _follow(
     values = {start: (number, _rounded(number, dtype))}
     before: dict[Variable, Variable] = {}
     pending, met = [start], False
+
+    def note(found: tuple[float, float], came: Variable, *became: Variable | None) -> None:
+        for made in became:
+            if made is not None and made not in values:
+                values[made], before[made] = found, came
+                pending.append(made)
+
     for variable in pending:
         exact, short = values[variable]
         for reader, slot in flow.uses.get(variable, ()):
@@ -68,10 +84,9 @@ def _follow(
             one, other = (_becomes(reader, name, slot, value, flow) for value in (exact, short))
             if one is None or other is None:
                 continue
-            for made in reader.outputs:
-                if made is not None and made not in values:
-                    values[made], before[made] = (one, _rounded(other, dtype)), variable
-                    pending.append(made)
+            found = one, _rounded(other, dtype)
+            note(found, variable, *reader.outputs)
+        note(values[variable], variable, *(v for edges in flow.borders for v in edges.get(variable, ())))
     if met and bound is not None and bound.name not in {note.name for note in constraints.constants}:
         note = ConstantNote(bound.name, "underflow", 1, 1, number, "what reads it stays fp32")
         constraints.constants.append(note)

@@ -29,8 +29,8 @@ class Flow:
     traits by name. ``inputs``:
     operands by slot as they were written (None for what is no floating-point tensor). ``uses``: their readers.
     ``results``: what the result of a nested graph becomes outside; ``entries``: what an operand of a Loop or Scan
-    becomes inside; ``loops``: what a state becomes in the next iteration. ``fetched``: outputs and state updates of the
-    whole program.
+    becomes inside; ``loops``: what a state becomes in the next iteration; ``borders``: these three. ``fetched``:
+    outputs and state updates of the whole program.
     """
 
     def __init__(self, program: Graph) -> None:
@@ -40,6 +40,7 @@ class Flow:
         self.results: dict[Variable, list[Variable]] = {}
         self.entries: dict[Variable, list[Variable]] = {}
         self.loops: dict[Variable, list[Variable]] = {}
+        self.borders = self.results, self.entries, self.loops
         self.kinds: dict[str, Traits] = {}
         self.fetched = {source(v) for v in (*program.outputs, *program.updates.values())}
         self._numbers: dict[Variable, float | None] = {}
