@@ -98,9 +98,15 @@ def reduce_log_sum(e: Emitter, op: Operator, x: Value, axes: Value | None, y: Va
 
 @gradient("ReduceLogSumExp", reads="x0 x1 y0 dy0", native=True)
 def reduce_log_sum_exp(e: Emitter, op: Operator, x: Value, axes: Value | None, y: Value, dy: Value) -> Grads:
-    """dy softmax(x); over several axes of exp(x - y), which is off by as much as y was rounded."""
-    over = _axes(e, op, 1)
-    slope = e.Softmax(x, axis=over[0], shape=x.shape) if len(over) == 1 else e.Exp(e.Sub(x, _kept(e, op, 1, y)))
+    """dy softmax(x); over several axes other than the last ones dy exp(x - y), off by as much as y was rounded."""
+    over, shape = _axes(e, op, 1), shape_of(e, 0)
+    if len(over) == 1:
+        slope = e.Softmax(x, axis=over[0], shape=shape)
+    elif over == list(range(len(shape) - len(over), len(shape))):
+        rows = (*shape[: -len(over)], math.prod(shape[-len(over) :]))
+        slope = e.reshape(e.Softmax(e.reshape(x, rows), axis=-1, shape=rows), shape)
+    else:
+        slope = e.Exp(e.Sub(x, _kept(e, op, 1, y)))
     return [e.Mul(_kept(e, op, 1, dy), slope)]
 
 

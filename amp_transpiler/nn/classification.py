@@ -100,82 +100,101 @@ def cross_entropy(
     prefix = fresh(call)
     given = label.shape
     logits, label = (_classes_last(call, v, at, input, prefix) for v in (input, label))
-    if soft or smooth:
-        loss = _soft_cross_entropy(call, logits, label, soft, smooth, ignore, weight, use_softmax, reduction, prefix)
-        return _back(call, loss, at, input, prefix) if soft and reduction == "none" else loss
+    softmax = flag(call, "use_softmax", use_softmax)
+    if soft:
+        loss = _soft_cross_entropy(call, logits, label, smooth, weight, softmax, reduction, prefix)
+        return _back(call, loss, at, input, prefix) if reduction == "none" else loss
     target = _labels(call, logits, label, prefix)
-    loss = _hard_cross_entropy(call, logits, target, ignore, weight, use_softmax, reduction, prefix)
+    if len(logits.shape or ()) > 2:  # the operator has its classes in dimension 1
+        classes = fixed(call, "input", logits, -1)
+        logits = append(call, "Reshape", [logits, np.array([-1, classes], np.int64)], prefix=prefix)
+        target = append(call, "Reshape", [target, np.array([-1], np.int64)], prefix=prefix)
+    if smooth:
+        loss = _smooth_cross_entropy(call, logits, target, smooth, ignore, weight, softmax, reduction, prefix)
+    else:
+        inputs = [logits, target, *([] if weight is None else [weight])]
+        loss, _ = _hard_cross_entropy(call, inputs, ignore, softmax, reduction, prefix)
     return loss if reduction != "none" or loss.shape == given else _as_label(call, loss, given, prefix)
 
 
 def _hard_cross_entropy(
+    call: str, inputs: list[Variable], ignore: int, softmax: bool, reduction: str, prefix: str
+) -> tuple[Variable, Variable]:
+    """The loss, and scores that are the logarithms of the probabilities, or differ from them by a number a row."""
+    scores, *rest = inputs
+    if not softmax:
+        scores = append(call, "Log", [scores], prefix=prefix)
+    type_ = "SoftmaxCrossEntropyLoss" if softmax else "NegativeLogLikelihoodLoss"
+    attrs = {"reduction": reduction, "ignore_index": ignore}
+    return append(call, type_, [scores, *rest], attrs=attrs, prefix=prefix), scores
+
+
+def _smooth_cross_entropy(
     call: str,
     logits: Variable,
     target: Variable,
+    smooth: float,
     ignore: int,
     weight: Variable | None,
-    use_softmax: bool,
+    softmax: bool,
     reduction: str,
     prefix: str,
 ) -> Variable:
-    assert logits.shape is not None
-    if len(logits.shape) > 2:  # the operator has its classes in dimension 1
-        classes = fixed(call, "input", logits, -1)
-        logits = append(call, "Reshape", [logits, np.array([-1, classes], np.int64)], prefix=prefix)
-        target = append(call, "Reshape", [target, np.array([-1], np.int64)], prefix=prefix)
-    attrs = {"reduction": reduction, "ignore_index": ignore}
-    type_ = "SoftmaxCrossEntropyLoss"
-    if not flag(call, "use_softmax", use_softmax):
-        type_, logits = "NegativeLogLikelihoodLoss", append(call, "Log", [logits], prefix=prefix)
-    inputs = [logits, target, *([] if weight is None else [weight])]
-    return append(call, type_, inputs, attrs=attrs, prefix=prefix)
+    """(1 - e) loss of the label + e mean of the losses of all classes = loss of the label + e (its score - mean score).
+
+    No label of e / classes is written, of which 16 bit has few digits where classes are many.
+    """
+
+    def put(type_: str, *inputs: Any, **attrs: Any) -> Variable:
+        return append(call, type_, inputs, attrs=attrs, prefix=prefix)
+
+    loss, scores = _hard_cross_entropy(call, [logits, target], ignore, softmax, "none", prefix)
+    below = put("NegativeLogLikelihoodLoss", scores, target, reduction="none", ignore_index=ignore)
+    last = np.array([-1], np.int64)
+    spread = put("Add", below, put("ReduceMean", scores, last, keepdims=0))
+    loss = put("Sub", loss, put("Mul", spread, constant(spread, smooth)))
+    valid = put("Not", put("Equal", target, constant(target, ignore)))
+    zero = constant(loss, 0)
+    factor: Any = constant(loss, 1)
+    loss = put("Where", valid, loss, zero)
+    if weight is not None:
+        kept = put("Gather", weight, put("Where", valid, target, constant(target, 0)))
+        shares = ((kept, 1 - smooth), (put("ReduceMean", weight, last, keepdims=0), smooth))
+        factor = put("Add", *(put("Mul", v, constant(v, share)) for v, share in shares))
+        loss = put("Mul", loss, factor)
+    if reduction != "mean":
+        return reduced(loss, reduction)
+    return put("Div", mean(loss), mean(put("Where", valid, factor, zero)))
 
 
 def _soft_cross_entropy(
     call: str,
     logits: Variable,
     label: Variable,
-    soft: bool,
     smooth: float,
-    ignore: int,
     weight: Variable | None,
-    use_softmax: bool,
+    softmax: bool,
     reduction: str,
     prefix: str,
 ) -> Variable:
-    """-sum(label * log(p)) over the classes, which come last; hard labels are made soft first."""
+    """-sum(label * log(p)) over the classes, which come last."""
 
     def put(type_: str, *inputs: Any, **attrs: Any) -> Variable:
         return append(call, type_, inputs, attrs=attrs, prefix=prefix)
 
     classes = fixed(call, "input", logits, -1)
-    valid = None
-    if not soft:
-        target = _labels(call, logits, label, prefix)
-        valid = put("Not", put("Equal", target, constant(target, ignore)))
-        target = put("Where", valid, target, constant(target, 0))
-        label = put("OneHot", target, np.array(classes, np.int64), np.array([0, 1], np.float32), axis=-1)
-        label = label if logits.dtype == "float32" else cast(label, str(logits.dtype))
-    elif label.shape is not None and label.shape[-1] != classes:
+    if label.shape is not None and label.shape[-1] != classes:
         raise ArgumentError(f"{call}: soft label {describe(label)} must have {classes} classes, as {describe(logits)}")
     if smooth:
         label = put("Add", put("Mul", label, constant(label, 1 - smooth)), constant(label, smooth / classes))
-    logs = put("LogSoftmax", logits, axis=-1) if flag(call, "use_softmax", use_softmax) else put("Log", logits)
-    last = np.array([-1], np.int64)
-    keep = int(soft and reduction == "none")
+    logs = put("LogSoftmax", logits, axis=-1) if softmax else put("Log", logits)
+    last, keep = np.array([-1], np.int64), int(reduction == "none")
     loss = put("Neg", put("ReduceSum", put("Mul", label, logs), last, keepdims=keep))
-    factor = None
-    if weight is not None:
-        factor = put("ReduceSum", put("Mul", label, weight), last, keepdims=keep)
-    if valid is not None:
-        loss = put("Where", valid, loss, constant(loss, 0))
-        if factor is not None or reduction == "mean":
-            factor = put("Where", valid, constant(loss, 1) if factor is None else factor, constant(loss, 0))
-    if weight is not None and factor is not None:
-        loss = put("Mul", loss, factor)
-    if reduction != "mean" or factor is None:
+    if weight is None:
         return reduced(loss, reduction)
-    return put("Div", sum(loss), sum(factor))
+    factor = put("ReduceSum", put("Mul", label, weight), last, keepdims=keep)
+    loss = put("Mul", loss, factor)
+    return reduced(loss, reduction) if reduction != "mean" else put("Div", mean(loss), mean(factor))
 
 
 def _classes_last(call: str, value: Variable, axis: int, input: Variable, prefix: str) -> Variable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -47,15 +48,6 @@ isinf = simple("isinf", "IsInf", "True where x is infinite.")
 logical_not = simple("logical_not", "Not", "True where x (bool) is False.", dtypes=("bool",))
 
 
-def _two(call: str, first: str, second: str, x: Variable, number: float, reverse: bool = False) -> Variable:
-    """``second(first(x), number)``: two operators, one of them on a constant."""
-    variable(call, "x", x, dtypes=FLOATING)
-    prefix = fresh(call)
-    if reverse:
-        return append(call, second, [append(call, first, [x, constant(x, number)], prefix=prefix)], prefix=prefix)
-    return append(call, second, [append(call, first, [x], prefix=prefix), constant(x, number)], prefix=prefix)
-
-
 @function()
 def rsqrt(x: Variable) -> Variable:
     """1 / sqrt(x). ``x``: float, any shape."""
@@ -73,25 +65,49 @@ def square(x: Variable) -> Variable:
 @function()
 def log2(x: Variable) -> Variable:
     """Logarithm to base 2. ``x``: float, any shape."""
-    return _two("log2", "Log", "Mul", x, 1 / math.log(2))
+    put = _putting("log2", x)
+    return put("Mul", put("Log", x), constant(x, 1 / math.log(2)))
 
 
 @function()
 def log10(x: Variable) -> Variable:
     """Logarithm to base 10. ``x``: float, any shape."""
-    return _two("log10", "Log", "Mul", x, 1 / math.log(10))
+    put = _putting("log10", x)
+    return put("Mul", put("Log", x), constant(x, 1 / math.log(10)))
 
 
 @function()
 def log1p(x: Variable) -> Variable:
-    """log(1 + x), as written: digits of an x far below 1 are lost. ``x``: float, any shape."""
-    return _two("log1p", "Add", "Log", x, 1, reverse=True)
+    """log(1 + x), with the digits of an x far below 1. ``x``: float, any shape.
+
+    Of u = 1 + x as it is rounded, log(u) + (x - (u - 1)) / u, through which no gradient goes. Below 1/2 u is exact.
+    """
+    call = "log1p"
+    put, one = _putting(call, x), constant(x, 1)
+    above = put("Add", x, one)
+    lost = put("Div", put("Sub", x, put("Sub", above, one)), put("Max", above, constant(x, 0.5)))
+    lost.stop_gradient = True
+    return put("Add", put("Log", above), lost)
 
 
 @function()
 def expm1(x: Variable) -> Variable:
-    """exp(x) - 1, as written: digits of an x far below 1 are lost. ``x``: float, any shape."""
-    return _two("expm1", "Exp", "Sub", x, 1)
+    """exp(x) - 1, with the digits of an x far below 1. ``x``: float, any shape.
+
+    Between -1 and 1 it is 2 t / (1 - t) with t = tanh(x / 2).
+    """
+    call = "expm1"
+    put, one = _putting(call, x), constant(x, 1)
+    share = put("Tanh", put("Mul", x, constant(x, 0.5)))
+    near = put("Div", put("Add", share, share), put("Sub", one, share))
+    return put("Where", put("Less", put("Abs", x), one), near, put("Sub", put("Exp", x), one))
+
+
+def _putting(call: str, x: Variable) -> Callable[..., Variable]:
+    """What adds operators of a function of ``x``, checked to be float."""
+    variable(call, "x", x, dtypes=FLOATING)
+    prefix = fresh(call)
+    return lambda type_, *inputs: append(call, type_, inputs, prefix=prefix)
 
 
 # -- two operands -----------------------------------------------------------------------------------------------

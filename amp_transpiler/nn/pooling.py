@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from math import prod
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -97,7 +98,7 @@ def _avg_pool(rank: int) -> Callable[..., Variable]:
             raise ArgumentError(f"{call}: divisor_override goes with whole windows, not with ceil_mode")
         divisor = real(call, "divisor_override", divisor_override)
         y = _pool(call, "AveragePool", rank, x, kernel_size, stride, padding, False, data_format, count_include_pad=1)
-        size = prod(numbers(call, "kernel_size", kernel_size, rank))
+        size = math.prod(numbers(call, "kernel_size", kernel_size, rank))
         return append(call, "Mul", [y, constant(y, size / divisor)])
 
     called.__name__ = called.__qualname__ = call
@@ -134,19 +135,14 @@ def _adaptive(call: str, mean: bool, rank: int, x: Variable, output_size: Any, d
         return at.as_given(y, prefix)
     sizes = [known if size is None else size for size, known in zip(wanted, at.known_sizes(), strict=True)]
     y = at.channels_first(prefix)
-    if not any(size % out for size, out in zip(at.known_sizes(), sizes, strict=True)):
-        kernel = [size // out for size, out in zip(at.known_sizes(), sizes, strict=True)]
-        y = append(
-            call,
-            "AveragePool" if mean else "MaxPool",
-            [y],
-            attrs={"kernel_shape": kernel, "strides": kernel},
-            prefix=prefix,
-        )
-        return at.as_given(y, prefix)
-    for i, (size, out) in enumerate(zip(at.known_sizes(), sizes, strict=True)):
-        if size != out:
-            y = (_axis_mean if mean else _axis_maximum)(call, y, 2 + i, size, out, prefix)
+    axes = list(zip(at.known_sizes(), sizes, strict=True))
+    regular = [_regular(size, out) for size, out in axes]
+    if None not in regular:
+        kernel, strides = ([both[i] for both in regular if both] for i in (0, 1))
+        attrs = {"kernel_shape": kernel, "strides": strides}
+        y = append(call, "AveragePool" if mean else "MaxPool", [y], attrs=attrs, prefix=prefix)
+    else:
+        y = (_means if mean else _maxima)(call, y, axes, prefix)
     return at.as_given(y, prefix)
 
 
@@ -162,11 +158,34 @@ def _windows(size: int, out: int) -> list[tuple[int, int]]:
     return [(i * size // out, -(-(i + 1) * size // out)) for i in range(out)]
 
 
-def _axis_mean(call: str, x: Variable, axis: int, size: int, out: int, prefix: str) -> Variable:
-    """Means of windows along one axis: the product with a [size, out] matrix."""
-    matrix = np.zeros((size, out))
-    for column, (start, end) in enumerate(_windows(size, out)):
-        matrix[start:end, column] = 1 / (end - start)
+def _regular(size: int, out: int) -> tuple[int, int] | None:
+    """The size and the stride of the windows of an axis, where they are alike."""
+    windows = _windows(size, out)
+    kernels, strides = {end - start for start, end in windows}, {b - a for (a, _), (b, _) in pairwise(windows)} or {1}
+    return (kernels.pop(), strides.pop()) if len(kernels) == len(strides) == 1 and 0 not in strides else None
+
+
+def _means(call: str, x: Variable, axes: Sequence[tuple[int, int]], prefix: str) -> Variable:
+    """Means of windows: along each axis the product with a [size, out] matrix, then over the elements of each window.
+
+    Numbers of the matrix are a power of two, which 16 bit holds as it does not hold a third.
+    """
+    counts = np.ones([1] * len(axes))
+    for i, (size, out) in enumerate(axes):
+        if size == out:
+            continue
+        windows = _windows(size, out)
+        share = 2.0 ** -math.ceil(math.log2(max(end - start for start, end in windows)))
+        matrix = np.zeros((size, out))
+        for column, (start, end) in enumerate(windows):
+            matrix[start:end, column] = share
+        x = _along(call, x, 2 + i, matrix, prefix)
+        counts = counts * np.reshape(matrix.sum(0), [out if j == i else 1 for j in range(len(axes))])
+    return append(call, "Div", [x, constant(x, counts)], prefix=prefix)
+
+
+def _along(call: str, x: Variable, axis: int, matrix: np.ndarray, prefix: str) -> Variable:
+    """The product with a matrix along one axis."""
     rank = len(x.shape or ())
     swap = [i for i in range(rank) if i != axis] + [axis]
     back = [int(i) for i in np.argsort(swap)]
@@ -174,6 +193,14 @@ def _axis_mean(call: str, x: Variable, axis: int, size: int, out: int, prefix: s
         x = append(call, "Transpose", [x], attrs={"perm": swap}, prefix=prefix)
     y = append(call, "MatMul", [x, constant(x, matrix)], prefix=prefix)
     return y if axis == rank - 1 else append(call, "Transpose", [y], attrs={"perm": back}, prefix=prefix)
+
+
+def _maxima(call: str, x: Variable, axes: Sequence[tuple[int, int]], prefix: str) -> Variable:
+    """Maxima of windows, along one axis after the other."""
+    for i, (size, out) in enumerate(axes):
+        if size != out:
+            x = _axis_maximum(call, x, 2 + i, size, out, prefix)
+    return x
 
 
 def _axis_maximum(call: str, x: Variable, axis: int, size: int, out: int, prefix: str) -> Variable:

@@ -25,7 +25,7 @@ def log_loss(input: Variable, label: Variable, epsilon: float = 1e-4) -> Variabl
     least = real(call, "epsilon", epsilon)
     if not least > 0:
         raise ArgumentError(f"{call}: epsilon must be above 0, not {least:g}")
-    return -label * log(input + least) - (1.0 - label) * log(1.0 + least - input)
+    return -label * log(input + least) - (1.0 - label) * log((1.0 - input) + least)  # exact, then rounded once
 
 
 @function()

@@ -71,25 +71,52 @@ def var(x: Variable, axis: Axis = None, unbiased: bool = True, keepdim: bool = F
     prefix = fresh(call)
     variable(call, "x", x, dtypes=FLOATING, min_rank=1)
     axes = axes_of(call, list(range(len(x.shape or ()))) if axis is None else axis, x)
-    deviation = append(call, "Sub", [x, _reduce(call, "ReduceMean", x, axes, True, prefix)], prefix=prefix)
-    squares = append(call, "Pow", [deviation, constant(x, 2)], prefix=prefix)
+    squares = append(call, "Pow", [_deviation(call, x, axes, prefix), constant(x, 2)], prefix=prefix)
     y = _reduce(call, "ReduceMean", squares, axes, keepdim, prefix)
     if not flag(call, "unbiased", unbiased):
         return y
+    count = _count(call, x, axes)
+    return append(call, "Mul", [y, constant(x, count / (count - 1))], prefix=prefix)
+
+
+def _deviation(call: str, x: Variable, axes: list[int], prefix: str) -> Variable:
+    """``x`` less its mean, which 16 bit rounds: so less the mean of what that leaves, too.
+
+    No gradient goes through the means: that of a sum of squared deviations is 0 there.
+    """
+    for _ in range(2):
+        mean = _reduce(call, "ReduceMean", x, axes, True, prefix)
+        mean.stop_gradient = True
+        x = append(call, "Sub", [x, mean], prefix=prefix)
+    return x
+
+
+def _count(call: str, x: Variable, axes: list[int]) -> int:
+    """The elements of which an unbiased variance is."""
     count = int(np.prod([fixed(call, "x", x, a) for a in axes]))
     if count < 2:
         raise ArgumentError(f"{call}: an unbiased variance needs 2 elements or more; pass unbiased=False")
-    return append(call, "Mul", [y, constant(x, count / (count - 1))], prefix=prefix)
+    return count
 
 
 @function("nn.reduction")
 def std(x: Variable, axis: Axis = None, unbiased: bool = True, keepdim: bool = False) -> Variable:
-    """Square root of :func:`var`; of elements that are all alike it is 0, and so is its gradient."""
-    call, spread = "std", var(x, axis, unbiased, keepdim)
-    prefix, zero, one = fresh(call), constant(x, 0), constant(x, 1)
-    alike = append(call, "Equal", [spread, zero], prefix=prefix)
-    root = append(call, "Sqrt", [append(call, "Where", [alike, one, spread], prefix=prefix)], prefix=prefix)
-    return append(call, "Where", [alike, zero, root], prefix=prefix)
+    """Square root of :func:`var`; of elements that are all alike it is 0, and so is its gradient.
+
+    In 16-bit programs it is the length of the deviations over a number, and fits where the variance does not.
+    """
+    call = "std"
+    prefix = fresh(call)
+    variable(call, "x", x, dtypes=FLOATING, min_rank=1)
+    axes = axes_of(call, list(range(len(x.shape or ()))) if axis is None else axis, x)
+    length = _reduce(call, "ReduceL2", _deviation(call, x, axes, prefix), axes, keepdim, prefix)
+    if flag(call, "unbiased", unbiased):
+        return append(call, "Div", [length, constant(x, math.sqrt(_count(call, x, axes) - 1))], prefix=prefix)
+    sizes = append(call, "Shape", [x], prefix=prefix)
+    sizes = append(call, "Gather", [sizes, np.array(axes, np.int64)], prefix=prefix)
+    ones = append(call, "Expand", [constant(x, 1), sizes], prefix=prefix)
+    root = append(call, "ReduceL2", [ones], attrs={"keepdims": 0}, prefix=prefix)
+    return append(call, "Div", [length, root], prefix=prefix)
 
 
 @function("nn.reduction")
@@ -109,18 +136,21 @@ def norm(x: Variable, p: float | str = 2, axis: Axis = None, keepdim: bool = Fal
     sizes = append(call, "Abs", [x], prefix=prefix)
     if math.isinf(power):
         return _reduce(call, "ReduceMax" if power > 0 else "ReduceMin", sizes, axis, kept, prefix)
-    largest = _reduce(call, "ReduceMax", sizes, axis, True, prefix)
-    none = append(call, "Equal", [largest, constant(x, 0)], prefix=prefix)
-    largest = append(call, "Where", [none, constant(x, 1), largest], prefix=prefix)
-    shares = append(call, "Div", [sizes, largest], prefix=prefix)
-    total = _reduce(
-        call, "ReduceSum", append(call, "Pow", [shares, constant(x, power)], prefix=prefix), axis, True, prefix
-    )
-    total = append(call, "Where", [none, constant(x, 1), total], prefix=prefix)
-    root = append(call, "Pow", [total, constant(x, 1 / power)], prefix=prefix)
-    y = append(
-        call, "Where", [none, constant(x, 0), append(call, "Mul", [root, largest], prefix=prefix)], prefix=prefix
-    )
+    largest = _or_one(call, _reduce(call, "ReduceMax", sizes, axis, True, prefix), prefix)
+
+    def put(type_: str, *inputs: Any) -> Variable:
+        return append(call, type_, inputs, prefix=prefix)
+
+    powers = put("Pow", put("Div", sizes, largest), constant(x, power))
+    root = put("Pow", _reduce(call, "ReduceSum", powers, axis, True, prefix), constant(x, 1 / power))
+    size = put("Mul", root, largest)
+    shares = put("Div", sizes, _or_one(call, size, prefix))
+    slope = put("Mul", put("Sign", x), put("Pow", shares, constant(x, power - 1)))
+    slope.stop_gradient = True  # a norm is the sum of x times its own gradient
+    y = _reduce(call, "ReduceSum", put("Mul", x, slope), axis, True, prefix)
+    off = put("Mul", put("Sub", size, y), constant(x, 1 - 1 / power))  # a step of Newton's
+    off.stop_gradient = True
+    y = put("Add", y, off)
     return y if kept else _reduce(call, "ReduceSum", y, axis, False, prefix)
 
 
@@ -148,9 +178,14 @@ def normalize(x: Variable, p: float | str = 2, axis: int = 1, epsilon: float = 1
 def above_zero(call: str, size: Variable, least: float, prefix: str) -> Variable:
     """``size``, which is not negative, as a divisor: at least ``least``, and 1 where it is 0, also where 16 bit
     cannot hold ``least``."""
-    positive = append(call, "Greater", [size, constant(size, 0)], prefix=prefix)
-    size = append(call, "Where", [positive, size, constant(size, 1)], prefix=prefix)
+    size = _or_one(call, size, prefix)
     return append(call, "Max", [size, constant(size, least)], prefix=prefix)
+
+
+def _or_one(call: str, size: Variable, prefix: str) -> Variable:
+    """``size``, and 1 where it is 0."""
+    positive = append(call, "Greater", [size, constant(size, 0)], prefix=prefix)
+    return append(call, "Where", [positive, size, constant(size, 1)], prefix=prefix)
 
 
 @function()
@@ -160,10 +195,13 @@ def cosine_similarity(x1: Variable, x2: Variable, axis: int = 1, eps: float = 1e
     variable(call, "x1", x1, dtypes=FLOATING)
     variable(call, "x2", x2, dtypes=(str(x1.dtype),))
     at, prefix = axis_of(call, axis, x1), fresh(call)
-    product = append(call, "Mul", [x1, x2], prefix=prefix)
-    sizes = [_reduce(call, "ReduceL2", x, at, False, prefix) for x in (x1, x2)]
-    size = above_zero(call, append(call, "Mul", [*sizes], prefix=prefix), real(call, "eps", eps), prefix)
-    return append(call, "Div", [_reduce(call, "ReduceSum", product, at, False, prefix), size], prefix=prefix)
+    first, second = (_reduce(call, "ReduceL2", x, at, True, prefix) for x in (x1, x2))
+    second = _or_one(call, second, prefix)
+    least = append(call, "Div", [constant(x1, real(call, "eps", eps)), second], prefix=prefix)
+    first = append(call, "Max", [_or_one(call, first, prefix), least], prefix=prefix)
+    # Each over its own norm: the product of two vectors may leave 16 bit where their cosine does not.
+    units = [append(call, "Div", pair, prefix=prefix) for pair in ([x1, first], [x2, second])]
+    return _reduce(call, "ReduceSum", append(call, "Mul", units, prefix=prefix), at, False, prefix)
 
 
 # -- places of extremes and orders --------------------------------------------------------------------------------
@@ -243,7 +281,7 @@ def cumprod(x: Variable, dim: int | None = None, dtype: Any = None) -> Variable:
     """The product of everything up to each element along ``dim``; of ``x`` laid out flat where it is None.
 
     The size of that dimension is known. Gradients are right beside zeros too. Products of neighbours are multiplied,
-    then of twos, fours, …, so that rounding grows with the logarithm of the size.
+    then of twos, fours, …; each product is rounded, so that 16 bit loses more the more of them there are.
     """
     call = "cumprod"
     x = as_type(variable(call, "x", x), dtype)

@@ -65,16 +65,19 @@ def test_no_worse_than_twice_torch(name: str, dtype: str, place: str) -> None:
     assert ours <= limit
 
 
+@pytest.mark.parametrize("axes", ["1", "2, 1"])
 @pytest.mark.parametrize(("dtype", "ulp"), [("float16", 2.0**-10), ("bfloat16", 2.0**-7)])
-def test_slopes_of_log_sum_exp_add_up_to_one(dtype: str, ulp: float) -> None:
+def test_slopes_of_log_sum_exp_add_up_to_one(dtype: str, ulp: float, axes: str) -> None:
     """To what the roundings of few large ones leave: exp(x - y) would be off by as much as y was rounded, times y."""
+    shape = "4,50" if axes == "1" else "4,5,10"
     made = Program.from_onnx(
         onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 21]>
-        net ({dtype}[4,50] x) => ({dtype} s) <int64[1] last = {{-1}}>
+        net ({dtype}[{shape}] x) => ({dtype} s) <int64[{axes.count(",") + 1}] last = {{{axes}}}>
         {{ y = ReduceLogSumExp <keepdims = 0> (x, last)  s = ReduceSum <keepdims = 0> (y) }}""")
     )
     made.var("x").stop_gradient = False
     ((_, slope),) = amp.append_backward(made.var("s"), parameter_list=["x"])
     x = (np.random.default_rng(0).normal(size=(4, 50)) * 12 + 100).astype(np.dtype(dtype))
+    x = x.reshape([int(size) for size in shape.split(",")])
     (found,) = amp.Executor(threads=1).run(made, feed={"x": x}, fetch_list=[slope])
-    np.testing.assert_allclose(found.astype(np.float64).sum(-1), 1, atol=ulp)
+    np.testing.assert_allclose(found.astype(np.float64).reshape(4, -1).sum(-1), 1, atol=ulp)
