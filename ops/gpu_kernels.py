@@ -175,7 +175,7 @@ def along_even_rows(e: Emitter, a: Value, x: Value, b: Value, y: Value) -> Value
     kernel divides 64-bit integers for each number (51.4 million on an H200: 0.18 ms for 0.41).
     """
     if not e.at.fused:
-        return along_rows(e, a, x, b, y)
+        return along_rows(e, e.f32(a), x, e.f32(b), y)
     return plus_rows(e, e.Mul(x, e.cast(a, x.dtype), shape=x.shape), b, y)
 
 

@@ -59,8 +59,8 @@ def weight_gradient(e: Emitter, x: Value, dy: Value, window: Window, group: int)
     On a GPU a GEMM where there is one kernel position, of all images or of each, whichever moves less. Else Conv moves
     the fewest bytes; but cuDNN has no fast kernel for a large kernel or a dilated one, which dY is where windows are
     many or have strides. Of 328 ms of a step of ResNet-50 on an H200 seven such took 170, the ten others 6. For them
-    what windows read is gathered, and multiplied. Of the many positions of a depthwise kernel only those along one axis
-    are gathered, of X, and those along the other of dY.
+    what windows read is gathered, and multiplied. Where that is less, only positions along one axis are gathered, of X,
+    and those along the other of dY: of a depthwise kernel, of a large one, of one that makes few channels of many.
 
     On CPU (measured, one thread) a GEMM per kernel position reaches the speed of GEMM alone from 16 input channels on;
     with fewer, one GEMM over all positions is up to 4 times faster; Conv is slower than either by 2 but needs no nodes
@@ -78,8 +78,9 @@ def weight_gradient(e: Emitter, x: Value, dy: Value, window: Window, group: int)
     if any(map(e.hangs, (*window.target, *x.shape[:1] * e.at.fused))):  # others list in constants what windows read
         return _of_some(e, x, by_convolution(e, x, dy, window, group))
     if e.at.fused and not (group == 1 and set(window.strides) == {1} and max(window.target) <= _LARGEST_KERNEL):
-        by_axes = group > 1 and window.rank > 1 and window.strides[-1] == 1 and _fewer_by_axes(x, dy, window, group)
-        return (by_axis if by_axes else by_gathering)(e, x, dy, window, group)
+        by_axes = window.rank > 1 and window.strides[-1] == 1 and _fewer_by_axes(x, dy, window, group)
+        form = by_gathering if not by_axes else by_axis if group > 1 else by_axis_of_all
+        return form(e, x, dy, window, group)
     if e.at.fused or taps > _MOST_TAPS:
         return _of_some(e, x, by_convolution(e, x, dy, window, group))
     if group > 1:
@@ -166,7 +167,10 @@ def _fewer_by_axes(x: Value, dy: Value, window: Window, group: int) -> bool:
     inputs, outputs, lines = size_of(x)[1] // group, size_of(dy)[1] // group, prod(window.target[:-1])
     taps, reach = prod(window.kernel), window.extent[-1] - 1
     wide, whole = window.target[-1] + reach, (inputs * taps + outputs) * lines * window.target[-1]
-    moved = inputs * prod(window.kernel[:-1]) * wide + outputs * (window.kernel[-1] * wide + wide + reach)
+    at_once = inputs * prod(window.kernel[:-1]) + outputs * window.kernel[-1]
+    if group == 1 and at_once * lines * wide * size_of(x)[0] > _MOST_GATHERED:
+        return False
+    moved = at_once * wide + outputs * (wide + reach)
     apart = moved * lines + inputs * outputs * taps
     return 3 * apart < 2 * whole and (whole - apart) * group * size_of(x)[0] > _WORTH_KERNELS
 
@@ -196,13 +200,25 @@ def by_axis(e: Emitter, x: Value, dy: Value, window: Window, group: int) -> Valu
         right = e.Gather(x, above, axis=1, shape=((end - start) * inputs, taps, lines, wide))
         left = e.Gather(dy, along, axis=1, shape=((end - start) * outputs, last, lines * wide))
         left = e.reshape(left, (end - start, outputs * last, lines * wide))
-        return product(e, left, e.reshape(right, (end - start, inputs * taps, lines * wide)), trans_b=True)
+        return product_of_rows(e, left, e.reshape(right, (end - start, inputs * taps, lines * wide)))
 
     most = min(max(1, _MOST_GATHERED // ((inputs * taps + outputs * last) * lines * wide)), _MOST_PRODUCTS)
     parts = [of(start, min(start + most, batch * group)) for start in range(0, batch * group, most)]
     whole, made = parts[0] if len(parts) == 1 else e.Concat(*parts, axis=0), (group * outputs, last, inputs, taps)
     dw = summed_to(e, e.reshape(whole, (batch, *made)), made, (batch, *made))
     return e.reshape(e.transpose(dw, [0, 2, 3, 1]), (group * outputs, inputs, *window.kernel))
+
+
+def by_axis_of_all(e: Emitter, x: Value, dy: Value, window: Window, group: int) -> Value:
+    """The same without groups: of all images in one product. They are one more axis, along which a kernel has one
+    position."""
+    batch, channels, outputs = size_of(x)[0], size_of(x)[1], size_of(dy)[1]
+    begins = ((1, window.kernel), (1, window.strides), (1, window.dilations), (0, window.begin))
+    sizes = ((batch, window.source), (batch, window.target))
+    whole = Window(*((first, *rest) for first, rest in (*begins, *sizes)))
+    x = e.reshape(exchanged(e, x), (1, channels, *whole.source))
+    dy = e.reshape(exchanged(e, dy), (1, outputs, *whole.target))
+    return e.reshape(by_axis(e, x, dy, whole, group), (outputs, channels, *window.kernel))
 
 
 def _rows(e: Emitter, matrix: Value, start: int, end: int) -> Value:

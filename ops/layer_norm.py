@@ -17,18 +17,16 @@ from amp_transpiler.ir.intervals import Interval, Ranges
 from amp_transpiler.ir.nodes import Operator, Types
 from amp_transpiler.ir.opdef import gradient, lowering_rule, range_rule, traits
 from amp_transpiler.lists import keep_fp32
-from amp_transpiler.ops.common import shape_of, size_of, summed_to
+from amp_transpiler.ops.common import LONG, shape_of, size_of, summed_to
 from amp_transpiler.ops.gpu_kernels import along_even_rows, along_rows, column_product, product
 from amp_transpiler.ops.norm import normalised_range
-from amp_transpiler.ops.norm_parts import correlation
+from amp_transpiler.ops.norm_parts import correlation, made_ones
 
 _EPSILON = 1e-5
 #: Beside the variance of a gradient, of which nothing is known: small enough for the smallest numbers of fp16.
 _LEAST = 1e-20
 #: So many products at once: a grid of CUDA has no more blocks along its third axis.
 _MOST_PRODUCTS = 2**16 - 1
-#: Longer constants are made at run time.
-_LONG = 1 << 16
 
 
 def _mixes_types(op: Operator) -> bool:
@@ -45,10 +43,7 @@ def _normalised(e: Emitter, rows: Value, epsilon: float) -> tuple[Value, Value, 
         r = e.Reciprocal(e.Sqrt(e.Add(variance, e.like(epsilon, variance))))
         return e.op("Mul", deviation, r, shape=rows.shape), mean, r
     width = size_of(rows)[1]
-    if width <= _LONG:
-        ones = e.const(np.ones(width), rows.dtype)
-    else:
-        ones = e.Expand(e.cast(e.Add(e.scalar("zero"), e.const(1.0, "float32")), rows.dtype), e.ints(width))
+    ones = e.const(np.ones(width), rows.dtype) if width <= LONG else made_ones(e, width, rows.dtype)
     normal, *vectors = e.op(
         "LayerNormalization", rows, ones, outputs=3, epsilon=epsilon, dtype=(rows.dtype, "float32", "float32")
     )
@@ -162,9 +157,11 @@ def instance_normalization_gradient(e: Emitter, op: Operator, x: Value, scale: V
         normal, _, r = _normalised(e, e.reshape(x, matrix), float(op.attrs.get("epsilon", _EPSILON)))
         minus_k = e.reshape(_minus_correlation(e, w, normal), (matrix[0], 1))
     if e.wants(0):
-        slopes = e.Mul(e.reshape(e.Div(r, t), each), e.reshape(e.f32(scale), (1, channels, 1)), shape=each)
-        slopes = e.reshape(slopes, (matrix[0], 1))
-        dx = e.reshape(along_even_rows(e, slopes, w, e.Mul(slopes, e.f32(minus_k)), normal), size_of(x))
+        known, slope = e.known(op.inputs[1]), e.Div(r, t)
+        if known is None or (known != 1).any():
+            slope = e.Mul(e.reshape(slope, each), e.reshape(e.f32(scale), (1, channels, 1)), shape=each)
+        slope = e.cast(e.reshape(slope, (matrix[0], 1)), w.dtype)
+        dx = e.reshape(along_even_rows(e, slope, w, e.Mul(slope, minus_k), normal), size_of(x))
     if e.wants(1):
         d_scale = _over_images(e, e.Div(e.f32(minus_k), t), each, -count)
     return [dx, d_scale, _over_images(e, d_mean, each, count) if e.wants(2) else None]

@@ -55,6 +55,17 @@ def per_channel(e: Emitter, value: Value, rank: int) -> Value:
 LAYERS = "scale and inverse deviation of layers"
 
 
+def made_ones(e: Emitter, count: int, dtype: str) -> Value:
+    """A vector of ones that is made in the run, once: a constant of its size would lie in the session."""
+    key = f"{count} ones, {dtype}"
+    if key not in e.shared:
+        number = f"one, {dtype}"
+        if number not in e.shared:
+            e.shared[number] = (e.cast(e.Add(e.scalar("zero"), e.const(1.0, "float32")), dtype),)
+        e.shared[key] = (e.Expand(e.shared[number][0], e.ints(count), shape=(count,)),)
+    return e.shared[key][0]
+
+
 def standardised(e: Emitter, x: Value, epsilon: float) -> tuple[Value, Value, Value]:
     """[C, M] of mean 0 and variance 1 from [N, C, ...], with mean and 1 / sqrt(variance + epsilon), fp32 [C].
 
@@ -64,15 +75,9 @@ def standardised(e: Emitter, x: Value, epsilon: float) -> tuple[Value, Value, Va
     if key not in e.shared:
         rows = by_channel(e, x)
         channels, count = size_of(rows)
-        ones = f"{count} ones, {x.dtype}"
-        if ones not in e.shared:  # from a run-time scalar, or a constant of this size would lie in the session
-            number = f"one, {x.dtype}"
-            if number not in e.shared:
-                e.shared[number] = (e.cast(e.Add(e.scalar("zero"), e.const(1.0, "float32")), x.dtype),)
-            e.shared[ones] = (e.Expand(e.shared[number][0], e.ints(count), shape=(count,)),)
         kinds = (x.dtype, "float32", "float32")
         normal, mean, r = e.op(
-            "LayerNormalization", rows, *e.shared[ones], outputs=3, dtype=kinds, axis=-1, epsilon=epsilon
+            "LayerNormalization", rows, made_ones(e, count, x.dtype), outputs=3, dtype=kinds, axis=-1, epsilon=epsilon
         )
         vectors = (e.reshape(Value(v.name, v.dtype, (channels, 1)), (channels,)) for v in (mean, r))
         e.shared[key] = (Value(normal.name, x.dtype, (channels, count)), *vectors)

@@ -336,13 +336,20 @@ def _gru_after(
 
     def back(states: list[Value], slices: Sequence[Value]) -> tuple[list[Value], list[Value]]:
         dh, (factor, keep) = states[0], slices
-        dgates = e.Mul(concat(e, [dh] * 3, d.units), factor)
+        dgates = _times_each(e, dh, factor) if e.at.fused else e.Mul(concat(e, [dh] * 3, d.units), factor)
         return [plus_product(e, through(dgates), dh, keep)], [dh, dgates]
 
     (dh0,), (dh, of_state) = _backwards(d, back, [d.last(dlast)], [factors, z], dy)
     dz, dreset, _ = split(e, of_state, 3)
     of_input = concat(e, [dz, dreset, e.Mul(dh, d.turned(_within(d, dcandidate)))], 2)
     return _of_weights(d, of_input, of_state, previous) | {5: dh0}
+
+
+def _times_each(e: Emitter, dh: Value, factors: Value) -> Value:
+    """A matrix times each of several that stand side by side."""
+    (count, width), whole = size_of(dh), size_of(factors)
+    apart = (count, whole[1] // width, width)
+    return e.reshape(e.Mul(e.reshape(factors, apart), e.reshape(dh, (count, 1, width)), shape=apart), whole)
 
 
 def _gru_before(

@@ -101,6 +101,11 @@ def _at_layout(layer: Layer, results: Sequence[Value]) -> list[Value]:
     return [layer.e.transpose(results[0], [2, 0, 1, 3]), *(layer.e.transpose(v, [1, 0, 2]) for v in results[1:])]
 
 
+def _composed(e: Emitter, op: Operator, x: Value, w: Value, r: Value, b: Value | None, lengths: Value | None) -> Layer:
+    """The layer in fp32: without a kernel that multiplies 16-bit numbers step by step."""
+    return Layer.of(e, op, e.f32(x), e.f32(w), e.f32(r), b and e.f32(b), lengths)
+
+
 def _run(layer: Layer, cell_of: Callable[[Direction], tuple[Cell, list[Value]]]) -> list[Value]:
     """Y and the last states of every direction, stacked."""
     e, found = layer.e, []
@@ -141,7 +146,7 @@ def _run(layer: Layer, cell_of: Callable[[Direction], tuple[Cell, list[Value]]])
     return _at_layout(layer, [concat(e, columns[0], 1), *stacked])
 
 
-@lowering_rule("RNN", when=_ruled, kernels="recurrent")
+@lowering_rule("RNN", native=True, when=_ruled, kernels="recurrent")
 def rnn(
     e: Emitter,
     op: Operator,
@@ -155,7 +160,7 @@ def rnn(
     has_kernel, given = _kernel(e, op, [x, w, r, b, lengths, h0])
     if has_kernel:
         return given
-    layer = Layer.of(e, op, x, w, r, b, lengths)
+    layer = _composed(e, op, x, w, r, b, lengths)
     kinds = activations(op, layer.directions)
 
     def cell_of(d: Direction) -> tuple[Cell, list[Value]]:
@@ -170,7 +175,7 @@ def rnn(
     return _run(layer, cell_of)
 
 
-@lowering_rule("GRU", when=_ruled, kernels="recurrent")
+@lowering_rule("GRU", native=True, when=_ruled, kernels="recurrent")
 def gru(
     e: Emitter,
     op: Operator,
@@ -184,7 +189,7 @@ def gru(
     has_kernel, given = _kernel(e, op, [x, w, r, b, lengths, h0])
     if has_kernel:
         return given
-    layer = Layer.of(e, op, x, w, r, b, lengths)
+    layer = _composed(e, op, x, w, r, b, lengths)
     kinds = activations(op, layer.directions)
     rule = _gru_after if op.attrs.get("linear_before_reset", 0) else _gru_before
     return _run(layer, lambda d: (rule(d, kinds[d.index]), [d.state(h0)]))
@@ -225,7 +230,7 @@ def _mixed(e: Emitter, z: Value, candidate: Value, old: Value) -> Value:
     return e.Add(e.Mul(e.Sub(e.like(1, z), z), candidate), e.Mul(z, old))
 
 
-@lowering_rule("LSTM", when=_ruled, kernels="recurrent")
+@lowering_rule("LSTM", native=True, when=_ruled, kernels="recurrent")
 def lstm(
     e: Emitter,
     op: Operator,
@@ -241,14 +246,14 @@ def lstm(
     has_kernel, given = _kernel(e, op, [x, w, r, b, lengths, h0, c0, p])
     if has_kernel:
         return given
-    layer = Layer.of(e, op, x, w, r, b, lengths)
+    layer = _composed(e, op, x, w, r, b, lengths)
     kinds = activations(op, layer.directions)
     return _run(layer, lambda d: (_lstm(d, kinds[d.index], p), [d.state(h0), d.state(c0)]))
 
 
 def _lstm(d: Direction, kinds: Sequence[Activation], p: Value | None) -> Cell:
     e, (f, g, h), recurrence = d.e, kinds, d.recurrence()
-    peepholes = None if p is None else [d.column(v) for v in split(e, pick(e, p, d.index, 0), 3)]
+    peepholes = None if p is None else [d.column(v) for v in split(e, e.f32(pick(e, p, d.index, 0)), 3)]
     coupled = bool(d.layer.op.attrs.get("input_forget", 0))
 
     def seen(gate: Value, cell: Value, index: int) -> Value:

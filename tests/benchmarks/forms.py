@@ -55,8 +55,9 @@ def weights(tiny: bool) -> Iterator[Case]:
             "one Conv": partial(_of_window, kernel_gradient.by_convolution, window, group),
             "gathered": partial(_of_window, kernel_gradient.by_gathering, window, group),
         }
-        if group > 1:
-            forms["gathered by axis"] = partial(_of_window, kernel_gradient.by_axis, window, group)
+        if group > 1 or stride == 1:
+            by_axis = kernel_gradient.by_axis if group > 1 else kernel_gradient.by_axis_of_all
+            forms["gathered by axis"] = partial(_of_window, by_axis, window, group)
         if group == 1:
             for parts in (2, 4, 8, 16) if not tiny else (2,):
                 forms[f"one Conv of {parts} groups"] = partial(_of_window, _by_groups, window, parts)

@@ -214,3 +214,17 @@ def test_imported_models_of_any_opset_train(type_: str, opset: int, tmp_path: Pa
         feed = {"x": rng.normal(size=(6, 2, 3)).astype(np.float32)}
         found = losses(program, program.startup, loss, "fp32", feed, 15, 3e-2)
     assert found[-1] < 0.8 * found[0], found
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
+@pytest.mark.parametrize("layer", ["lstm", "gru"])
+def test_kernels_of_any_direction_are_of_16_bit_on_a_gpu(layer: str, direction: str) -> None:
+    program, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(program, startup), amp.unique_name.guard():
+        with amp.fp16_guard():
+            x = amp.data("x", [2, 5, 8], "float32")
+            y = amp.nn.functional.cast(getattr(amp.nn, layer)(x, 4, direction=direction)[0], "float32")
+        optimizer = amp.decorate(amp.optimizer.SGD(0.1, multi_precision=True), use_pure_fp16=True)
+        optimizer.minimize(amp.nn.functional.mean(y * y), startup)
+    rows = {row.operator: row for row in program.cost_estimate(amp.CUDAPlace(0)).operators}
+    assert rows[layer.upper()].flops_16 > 0 == rows[layer.upper()].flops_32

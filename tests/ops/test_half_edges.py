@@ -242,3 +242,10 @@ def test_nothing_large_is_stored_in_fp32(type_: str) -> None:
     }
     assert all(size <= 64 for size in sizes.values()), sizes
     assert "Transpose" not in {node.op_type for node in model.graph.node}
+
+
+def test_ones_that_long_rows_are_normalised_with_are_made_once() -> None:
+    """Of x and of its gradient."""
+    inputs = [np.zeros((1, 4, 70_000)), np.ones(4), np.zeros(4)]
+    model = gradient_model("InstanceNormalization", inputs, "float16", "cuda")
+    assert [node.op_type for node in model.graph.node].count("Expand") == 1
