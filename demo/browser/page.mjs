@@ -207,6 +207,7 @@ $("checkpoint").onclick = () => ask("checkpoint");
 $("load").onchange = async ({ target }) => {
   const given = await Promise.all(Array.from(target.files, async (file) => [file.name, new Uint8Array(await file.arrayBuffer())]));
   target.value = "";
+  complain("");
   ask("pause");
   ask("load", { files: new Map(given) });
 };

@@ -82,11 +82,19 @@ const actions = {
   },
 
   async load({ files: given }) {
-    await step.load(files(given));
+    await step.load(chosen(given));
     tell("loaded", { step: step.step, scale: await step.lossScale() });
     await evaluate();
   },
 };
+
+/** Reads files that were chosen. Browsers number what is downloaded again: the one that ends alike will do. */
+function chosen(given) {
+  return (name) => {
+    const alike = [...given.keys()].filter((each) => each.endsWith(name.slice(name.lastIndexOf("."))));
+    return files(given)(given.has(name) || alike.length !== 1 ? name : alike[0]);
+  };
+}
 
 async function next() {
   if (!running) return;

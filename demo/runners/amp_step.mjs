@@ -32,8 +32,10 @@ export function folder(path) {
 
 /** Reads files below an address, in a browser. */
 export function url(base) {
+  const home = new URL(base, globalThis.location?.href);
+  if (!home.pathname.endsWith("/")) home.pathname += "/";
   return async (name) => {
-    const answer = await fetch(new URL(name, new URL(base, globalThis.location?.href)));
+    const answer = await fetch(new URL(name, home));
     if (!answer.ok) throw new Error(`${answer.status} ${answer.statusText}`);
     return new Uint8Array(await answer.arrayBuffer());
   };
@@ -73,6 +75,7 @@ async function parsed(read, name) {
 }
 
 async function sha256(bytes) {
+  if (!globalThis.crypto?.subtle) throw new StepError("SHA-256 sums cannot be checked: browsers compute them on https: and localhost alone");
   const digest = new Uint8Array(await crypto.subtle.digest("SHA-256", bytes));
   return Array.from(digest, (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
@@ -124,8 +127,13 @@ function narrowed(data) {
 
 // -- the step --------------------------------------------------------------------------------------------
 
-/** An exported step with its state. `step` counts the runs of the training so far; `place` is what its models are for. */
+/**
+ * An exported step with its state. `step` counts the runs of the training so far; `place` is what its models are for. What is
+ * called before something else is done comes behind it.
+ */
 export class TrainingStep {
+  #turn = Promise.resolve();
+
   /**
    * Open the step that `read` gives the files of. `ort`: the onnxruntime module. `options`: of its sessions. A folder has
    * a step for each of its places: that of the first of executionProviders is taken, without these the first. `place`:
@@ -169,7 +177,11 @@ export class TrainingStep {
   }
 
   /** Take the state of a checkpoint: an exported step, or what `checkpoint()` or amp.save_checkpoint wrote. */
-  async load(read) {
+  load(read) {
+    return this.#inTurn(() => this.#load(read));
+  }
+
+  async #load(read) {
     const meta = await parsed(read, "meta.json");
     if (meta.program?.fingerprint !== this.manifest.program.fingerprint) {
       throw new StepError(`the checkpoint is one of another program, '${meta.program?.name}'`);
@@ -186,13 +198,15 @@ export class TrainingStep {
     this.step = meta.step ?? 0;
   }
 
-  /** One step on a batch: typed arrays, or { data, shape }, by the names of feeds. Gives what train.onnx fetches, by name. */
-  async train(feeds) {
-    const { steps, counter } = this.manifest.window;
-    const count = counter === null ? 1 : (await this.state.get(counter).getData())[0] + 1;
-    const fetched = await this.run(count === steps ? "train" : "accumulate", feeds);
-    this.step += 1;
-    return fetched;
+  /** One step on a batch: typed arrays, { data, shape } or tensors, by the names of feeds. Gives what train.onnx fetches, by name. */
+  train(feeds) {
+    return this.#inTurn(async () => {
+      const { steps, counter } = this.manifest.window;
+      const count = counter === null ? 1 : (await this.state.get(counter).getData())[0] + 1;
+      const fetched = await this.#run(count === steps ? "train" : "accumulate", feeds);
+      this.step += 1;
+      return fetched;
+    });
   }
 
   /** The loss and the outputs of a batch, in evaluation. */
@@ -206,13 +220,24 @@ export class TrainingStep {
   }
 
   /** The loss scale now; null where gradients are not scaled. */
-  async lossScale() {
+  lossScale() {
     const said = this.manifest.loss_scale;
-    return said && (await this.state.get(said.state).getData())[0];
+    return this.#inTurn(async () => said && (await this.state.get(said.state).getData())[0]);
   }
 
   /** Run a model of the folder; the state that it updates is replaced. */
-  async run(name, feeds) {
+  run(name, feeds) {
+    return this.#inTurn(() => this.#run(name, feeds));
+  }
+
+  /** A step begins with the state that the one before it left: do one thing after the other. */
+  #inTurn(work) {
+    const done = this.#turn.then(work);
+    this.#turn = done.catch(() => {});
+    return done;
+  }
+
+  async #run(name, feeds) {
     const { Tensor } = this.ort;
     const model = this.models[name];
     const inputs = {};
@@ -223,10 +248,10 @@ export class TrainingStep {
     }
     for (const feed of model.feeds) {
       const given = feeds[feed.name];
-      const { data, shape } = given?.data ? given : { data: given, shape: feed.shape };
+      const { data, dims, shape = dims } = given?.data ? given : { data: given, shape: feed.shape };
       const size = feed.shape.reduce((a, b) => a * b, 1);
       const [Kind] = TYPES[feed.dtype];
-      if (!(data instanceof Kind) || data.length !== size || `${shape}` !== `${feed.shape}`) {
+      if (!(data instanceof Kind || (feed.dtype === "float16" && isFloat16Array(data))) || data.length !== size || `${shape}` !== `${feed.shape}`) {
         const shaped = given?.data ? ` [${shape}]` : "";
         const found = data == null ? "missing" : `a ${data.constructor.name} of ${data.length}${shaped}`;
         const wanted = `a ${Kind.name} of ${size} (${feed.dtype} [${feed.shape}])`;
@@ -243,7 +268,11 @@ export class TrainingStep {
   }
 
   /** A checkpoint of the state: file name -> bytes, which amp.load_checkpoint reads from a folder. */
-  async checkpoint(runner = "amp_step.mjs") {
+  checkpoint(runner = "amp_step.mjs") {
+    return this.#inTurn(() => this.#checkpoint(runner));
+  }
+
+  async #checkpoint(runner) {
     const tensors = new Map();
     for (const { name, dtype, carried, shape } of this.manifest.states) {
       const data = await this.state.get(name).getData();
@@ -259,7 +288,11 @@ export class TrainingStep {
   }
 
   /** The model with the weights of the state now: file name -> bytes. One ONNX file, unless it takes more than 2 GB. */
-  async model() {
+  model() {
+    return this.#inTurn(() => this.#model());
+  }
+
+  async #model() {
     if (!this.manifest.serving) throw new StepError("this step has no model to serve without amp_transpiler");
     const made = new Map([...this.served].map(([name, bytes]) => [name, bytes.slice()]));
     const kinds = new Map(this.manifest.states.map((one) => [one.name, one]));
@@ -287,9 +320,11 @@ export class TrainingStep {
   }
 
   /** Let sessions and state go. */
-  async close() {
-    this.#replace(new Map());
-    for (const session of Object.values(this.sessions)) await session.release();
+  close() {
+    return this.#inTurn(async () => {
+      this.#replace(new Map());
+      for (const session of Object.values(this.sessions)) await session.release();
+    });
   }
 
   #replace(state) {
@@ -297,6 +332,11 @@ export class TrainingStep {
     for (const tensor of this.state.values()) if (tensor.location === "gpu-buffer" && !kept.has(tensor)) tensor.dispose();
     this.state = state;
   }
+}
+
+/** Newer engines have this array; others take the bits. */
+function isFloat16Array(data) {
+  return typeof Float16Array !== "undefined" && data instanceof Float16Array;
 }
 
 function expectTensor(found, said, what) {

@@ -16,7 +16,9 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
-from tests.helpers.browser import MISSING, WEBGPU, in_browser, served, there, until_right, without_server
+import amp_transpiler as amp
+from amp_transpiler.nn import functional as F
+from tests.helpers.browser import MISSING, PAGE, WEBGPU, in_browser, served, there, until_right, without_server
 from tests.helpers.page_folders import make_folders
 
 pytestmark = [pytest.mark.skipif(not there(), reason=MISSING), pytest.mark.xdist_group("browser")]
@@ -79,12 +81,16 @@ export default async ({{ open }}) => {{
   await page.click("#again");
   await page.waitForSelector("body[data-state=ready]");
   const anew = Number(await shown("step"));
-  await page.setInputFiles("#load", ["state.safetensors", "meta.json"].map((name) => saved[name]));
+  await page.setInputFiles("#load", [saved["meta.json"]]);
+  await page.waitForSelector("#error:visible");
+  const again = async (name) => ({{ name: name.replace(".", " (1)."), mimeType: "", buffer: await readFile(saved[name]) }});
+  await page.setInputFiles("#load", [await again("state.safetensors"), await again("meta.json")]);
   await page.waitForSelector("body[data-state=goes]");
+  const complaint = await page.isVisible("#error");
   const loaded = Number(await shown("step"));
   await page.click("#start");
   await further(loaded);
-  return {{ step, held, anew, loaded, saved, drawn, scale: await shown("scale"), loss: await shown("loss"), about: await page.textContent("#about") }};
+  return {{ step, held, anew, loaded, complaint, saved, drawn, scale: await shown("scale"), loss: await shown("loss"), about: await page.textContent("#about") }};
 }};
 """
 
@@ -95,7 +101,7 @@ def test_the_page_trains_pauses_goes_on_and_gives_away_what_it_trained(
 ) -> None:
     found = in_browser(tmp_path, TRAIN.format(address=address, task=task, folder=tmp_path.as_posix()))
     assert found["held"] == found["step"] > 10 and "wasm" in found["about"]
-    assert (found["anew"], found["loaded"]) == (0, found["step"])
+    assert (found["anew"], found["loaded"], found["complaint"]) == (0, found["step"], False)
     assert task == "pictures" or found["drawn"] == "1"
     said = json.loads((steps / task / "task.json").read_text(encoding="utf-8"))
     model, state, meta = (tmp_path / name for name in (f"{task}_fp16.onnx", "state.safetensors", "meta.json"))
@@ -218,3 +224,43 @@ def test_the_page_needs_its_server_once(steps: Path, tmp_path: Path) -> None:
     """What was open goes on without, and so does what was not."""
     isolated, *about = without_server(steps, tmp_path, ["", "?task=pictures"])
     assert isolated and len(about) == 2 and about[0] != about[1]
+
+
+#: Opens the page as a file, and the module in a page; float16 as the arrays that newer engines have for it.
+HALVES = """
+export default async ({{ browser, open }}) => {{
+  const [file, page] = [await browser.newPage(), await open()];
+  await file.goto("{file}");
+  await file.waitForSelector("#error:visible");
+  const error = await file.textContent("#error");
+  await page.goto("{address}/browser/style.css");
+  const kinds = await page.evaluate(async () => {{
+    const ort = await import("/browser/node_modules/onnxruntime-web/dist/ort.wasm.min.mjs");
+    const {{ TrainingStep, url }} = await import("/runners/amp_step.mjs");
+    ort.env.wasm.numThreads = 1;
+    const found = [];
+    for (const x of [new Float16Array(6).fill(1), new Uint16Array(6).fill(0x3c00)]) {{
+      const step = await TrainingStep.open(url("/step"), {{ ort, options: {{ logSeverityLevel: 3 }} }});
+      found.push(Array.from((await step.train({{ x }}))["{half}"], Number));
+    }}
+    return found;
+  }});
+  return {{ error, kinds }};
+}};
+"""
+
+
+def test_a_page_without_server_says_so_and_halves_are_fed_as_what_they_are(tmp_path: Path) -> None:
+    main, startup, scope = amp.Program(), amp.Program("startup"), amp.Scope()
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        x = amp.data("x", [2, 3], "float16")
+        scores = amp.nn.fc(F.cast(x, "float32"), 2)
+        half = F.cast(scores, "float16")
+        amp.optimizer.SGD(0.1).minimize(F.mean(F.square(scores)), startup)
+    amp.Executor().run(startup, scope=scope)
+    folder = main.export_training(tmp_path / "step", amp.CPUPlace(), outputs=[scores], fetch_list=[half], scope=scope)
+    with served({"/step/": folder}) as base:
+        found = in_browser(tmp_path, HALVES.format(file=(PAGE / "index.html").as_uri(), address=base, half=half.name))
+    assert "server" in found["error"] and "localhost" in found["error"]
+    (expected,) = amp.Executor().run(main, {x.name: np.ones((2, 3), np.float16)}, [half], scope)
+    assert found["kinds"] == [expected.ravel().tolist()] * 2

@@ -341,3 +341,42 @@ def test_the_module_evaluates_infers_and_keeps_checkpoints_in_memory(tmp_path: P
     assert said["step"] == 2 and said["scale"] == net.optimizer.get_loss_scale_state(scope).scale
     for (known, message), part in zip(said["told"], ("feed 'label'", "no feed 'y'", "BigInt64Array of 6"), strict=True):
         assert known and part in message, message
+
+
+def test_what_the_module_is_asked_for_at_once_is_done_one_after_the_other(tmp_path: Path) -> None:
+    """Nobody waited for: each step begins with the state of the one before, and what fails stands in no other's way."""
+    if not node():
+        pytest.skip(NO_NODE)
+    net = build(window=3)
+    folder = net.main.export_training(tmp_path / "step", amp.CPUPlace(), scope=net.start())
+    data = batches(tmp_path / "data.safetensors", [net.feed(s) for s in range(6)])
+    script = f"""
+    import * as ort from "onnxruntime-node";
+    import {{ TrainingStep, folder, readSafetensors, url }} from "./amp_step.mjs";
+    import {{ readFile }} from "node:fs/promises";
+    const read = folder({json.dumps(str(folder))});
+    const data = [...readSafetensors(new Uint8Array(await readFile({json.dumps(str(data))})))];
+    const part = ({{ data, shape }}, n) => data.slice((n * data.length) / shape[0], ((n + 1) * data.length) / shape[0]);
+    const feeds = (n) => Object.fromEntries(data.map(([name, all]) => [name, part(all, n)]));
+    const tensors = (n) => Object.fromEntries(data.map(([name, all]) => [name, new ort.Tensor(all.dtype, part(all, n), all.shape.slice(1))]));
+    const [one, two] = [await TrainingStep.open(read, {{ ort }}), await TrainingStep.open(read, {{ ort }})];
+    for (let n = 0; n < 6; n += 1) await one.train(feeds(n));
+    const asked = [two.train(feeds(0)), two.train(feeds(1)), two.train({{}}).catch((error) => error.message)];
+    for (let n = 2; n < 6; n += 1) asked.push(two.train(tensors(n)));
+    const end = two.checkpoint();
+    const [expected, found] = (await Promise.all([one.checkpoint(), end])).map((files) => Buffer.from(files.get("state.safetensors")));
+    const wrong = (await Promise.all(asked))[2];
+    const seen = [];
+    globalThis.fetch = async (address) => (seen.push(String(address)), new Response("{{}}"));
+    await url("http://host/a/step?v=1")("manifest.json");
+    await url(new URL("http://host/a/step/"))("manifest.json");
+    Object.defineProperty(globalThis, "crypto", {{ value: {{}} }}); // as on a page of http:
+    const insecure = await TrainingStep.open(read, {{ ort }}).catch((error) => error.message);
+    console.log(JSON.stringify({{ same: found.equals(expected), step: two.step, wrong, seen, insecure }}));
+    """
+    done = subprocess.run(["node", "--input-type=module", "-e", script], cwd=RUNNERS, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["same"] and said["step"] == 6 and "feed 'x'" in said["wrong"]
+    assert said["seen"] == ["http://host/a/step/manifest.json"] * 2
+    assert "SHA-256" in said["insecure"] and "https:" in said["insecure"]

@@ -45,6 +45,14 @@ def test_pure_16_bit_takes_half_of_the_temporaries(name: str) -> None:
     assert found == recorded, "where that is meant, python -m tests.record.costs, and commit it"
 
 
+def test_16_bit_brings_nothing_on_webgpu() -> None:
+    """As docs/places.md says: more kernels, more bytes, and no less memory."""
+    (fp32, loss), (pure, scaled) = step("mlp", "fp32"), step("mlp", "pure")
+    full, half = (p.cost_estimate(amp.WebGPUPlace(0), fetch_list=[v]) for p, v in ((fp32, loss), (pure, scaled)))
+    assert 1.2 < half.kernels / full.kernels < 2 and 1.1 < half.bytes / full.bytes < 1.5
+    assert 0.9 < half.temporaries / full.temporaries < 1.7
+
+
 SIZES = {1: 4, 2: 1, 3: 1, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 12: 4, 13: 8, 16: 2}
 
 
