@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.conversion.bisection import BUDGET, CHOOSING, RETURNING, Bisection, Found
-from amp_transpiler.conversion.calibration.as_given import measurable, outputs_as_given
+from amp_transpiler.conversion.calibration.as_given import measurable, outputs_as_given, session_as_given
 from amp_transpiler.conversion.calibration.measure import Measurement, measure, outputs_of
 from amp_transpiler.conversion.calibration.samples import load_calibration
 from amp_transpiler.conversion.calibration.trials import Trials
@@ -119,7 +119,11 @@ class _Search:
         self.rounds: list[str] = []
         most = 4 + BUDGET + TRIES + (TRIES - 1) * (CHOOSING + RETURNING)
         self.runs, self.most = 0, most if options.searches else 2
-        self.expected = outputs_of(program, batches) if original is None else outputs_as_given(original, batches)
+        self.expected = (
+            outputs_of(program, batches)
+            if original is None
+            else outputs_as_given(original, batches, session_as_given(original))
+        )
         measurable(program, self.expected, CALIBRATION)
         self.reference = _saturated(program, options)
 

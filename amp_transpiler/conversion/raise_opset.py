@@ -46,7 +46,8 @@ def raise_for(
     targets = [target for target in _targets(program, dtype, able) if target > own]
     if not targets:
         return ""
-    best, count, trial, refused = own, _able(program, dtype, able), program, ""
+    before = _able(program, dtype, able)
+    best, count, trial, refused = own, before, program, ""
     for target in targets:
         copy = clone(program)
         try:
@@ -60,14 +61,18 @@ def raise_for(
         if found > count and not lost:
             best, count, trial = target, found, copy
         elif found > count:
-            gain = f"opset {target}, at which {found} operators could run in {dtype}"
+            gain = f"opset {target}, at which {_more(found - before)} could run in {dtype}"
             refused = f"{gain}, is not taken: {place_traits(place).title} has no kernel for {', '.join(lost)} there"
     if best == own:
         return refused
     convert_opset(program, best)
     annotate(program)  # what the newer forms of operators say of shapes
-    raised = f"opset {own} raised to {best}, at which {count} operators can run in {dtype}"
+    raised = f"opset {own} raised to {best}, at which {_more(count - before)} can run in {dtype}"
     return f"{raised}; {refused}" if refused else raised
+
+
+def _more(count: int) -> str:
+    return f"{count} more operator{'s' * (count != 1)}"
 
 
 def _targets(program: Graph, dtype: str, has: _HasKernel) -> tuple[int, ...]:

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from amp_transpiler.conversion.calibration.as_given import outputs_as_given
+from amp_transpiler.conversion.calibration.as_given import outputs_as_given, session_as_given
 from amp_transpiler.errors import AmpError, FeedError, ModelFileError
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.tensors import byte_size
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
 from amp_transpiler.program import Program
+from amp_transpiler.runtime.budget import OverBudget
 
 SYNTHETIC = "a synthetic sample"
 #: Bytes of a synthetic sample; larger inputs are the user's to give.
@@ -42,14 +43,17 @@ def synthetic_sample(program: Program) -> tuple[dict[str, np.ndarray], list[Any]
     """
     first: AmpError | None = None
     zeros: tuple[dict[str, np.ndarray], list[Any]] | None = None
+    session = session_as_given(program)
     for shapes in _shapes(program):
         try:
             sample = _filled(program, shapes)
-            outputs = outputs_as_given(program, [sample])[0]
+            outputs = outputs_as_given(program, [sample], session)[0]
         except ModelFileError:
             raise
         except AmpError as error:
             first = first or error
+            if isinstance(error, OverBudget):  # as larger ones would be
+                break
             continue
         if any(map(_tells, outputs)):
             return sample, outputs

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from amp_transpiler.conversion.calibration.as_given import loads, measurable
+from amp_transpiler.conversion.calibration.as_given import measurable, refused
 from amp_transpiler.conversion.calibration.measure import Batch, measure
 from amp_transpiler.conversion.conversion_options import ConversionOptions
 from amp_transpiler.conversion.synthetic import SYNTHETIC, synthetic_sample
 from amp_transpiler.errors import AmpError, ModelFileError
 from amp_transpiler.program import Program
-from amp_transpiler.runtime.budget import calibration_budget, check_budget, within
+from amp_transpiler.runtime.budget import OverBudget, calibration_budget, check_budget, within
 
 #: What outputs are measured on, where it is not a synthetic sample.
 CALIBRATION = "the calibration data"
@@ -87,7 +87,7 @@ def judge(
     except AmpError as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         why = f"the model does not run on {SYNTHETIC}; give {options.called('calibration')} ({reason})"
-        if not loads(reference):
+        if not isinstance(error, OverBudget) and refused(reference):
             why = f"nothing is measured: onnxruntime does not load the model itself, whatever the data ({reason})"
         return Verdict({}, SYNTHETIC, options.allowed, why)
     return Verdict(found.outputs, SYNTHETIC, options.allowed)

@@ -10,6 +10,8 @@ from itertools import zip_longest
 from amp_transpiler.ir.nodes import Operator, Shape, TensorType
 
 DOMAIN = "com.microsoft"
+#: Where its optimisers put convolutions and poolings whose channels lie in blocks, for CPUs: all in float32.
+_BLOCKED = "com.microsoft.nchwc"
 
 #: Every output has the element type of input 0.
 _AS_FIRST = frozenset(
@@ -60,7 +62,9 @@ _BY_OUTPUT: dict[str, tuple[int | str, ...]] = {
     "QLinearConcat": (1,),
     "QLinearConv": (7,),
     "QLinearWhere": (1,),
+    "QuantizeBFP": ("uint8", "int64", "int64"),
     "QuantizeLinear": (2,),
+    "QuantizeWithOrder": ("int8",),
     "RemovePadding": (0, 1, 1, 1),
     "Sampling": (0, 3),
     "SkipLayerNormalization": (0, "float32", "float32", 0),
@@ -69,6 +73,7 @@ _BY_OUTPUT: dict[str, tuple[int | str, ...]] = {
     "SparsePagedAttention": (0, 3, 3),
     "SparseToDenseMatMul": (1,),
     "SpeculativePrefixCommit": (2, 0, 0),
+    "Tokenizer": ("string",),
     "Unique": (0, "int64", "int64"),
     "VarlenNGramHashMapping": (0, 0, 3, 0),
     "WhisperBeamSearch": (1, 5, 5, "float32", 5),
@@ -133,6 +138,8 @@ def settled_types(op: Operator) -> list[TensorType]:
 def _by_output(type_: str, domain: str) -> tuple[int | str, ...] | None:
     if not domain:
         return _IN_ONNX.get(type_)
+    if domain == _BLOCKED:
+        return ("float32",)
     return _BY_OUTPUT.get(type_) if domain == DOMAIN else None
 
 

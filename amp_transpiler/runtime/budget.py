@@ -1,6 +1,6 @@
 """Limits of time and memory for running models that nobody has run before: calibration, and the check of a conversion.
 
-Inside ``with within(budget):`` every run of a session ends with ExecutionError once it takes longer or needs more::
+Inside ``with within(budget):`` every run of a session ends with OverBudget once it takes longer or needs more::
 
     with within(Budget(seconds=10, memory=700 << 20)):
         measure(...)
@@ -40,6 +40,10 @@ CHECK_BYTES, COPIES = 700 << 20, 16
 #: Address space that each thread of a session takes before it holds anything.
 _THREAD = 32 << 20
 _POLL = 0.02  # seconds
+
+
+class OverBudget(ExecutionError):
+    """A run that took longer or needed more than its budget."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,7 @@ def available_memory() -> int:
 class watched:
     """One run under the current budget: gives its RunOptions, None where there is no budget.
 
-    ExecutionError, at the end of the block, where the budget was exceeded; ``what`` is what ran.
+    OverBudget, at the end of the block, where the budget was exceeded; ``what`` is what ran.
     """
 
     def __init__(self, what: str) -> None:
@@ -194,7 +198,7 @@ class watched:
         if error is not None and memory is not None and _out_of_memory(error):
             self.exceeded = f"it needs more than {memory >> 20} MiB of memory"
         if self.exceeded and (error is None or isinstance(error, Exception)):
-            raise ExecutionError(
+            raise OverBudget(
                 f"{self.what} was ended: {self.exceeded}, the budget of one run; time_budget and memory_budget "
                 "(--time-budget, --memory-budget) raise it"
             ) from None

@@ -169,6 +169,22 @@ def test_what_the_checker_refuses_the_model_for_is_no_failure(
     assert status == 0 and "onnx.checker refuses the file, and the model too: " in out and not error
 
 
+def test_what_the_checker_does_not_know_at_any_opset_is_no_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An operator that onnxruntime's optimisers write into ai.onnx; the conversion raises the opset."""
+    proto = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> net (float[1,4,4] x, float[4] s, float[4,4,1] w) => (float[1,4,4] y)'
+        " { n = SimplifiedLayerNormalization <axis = -1> (x, s)  y = Conv(n, w) }"
+    )
+    onnx.save(proto, tmp_path / "m.onnx")
+    status, out, error = run(
+        capsys, "convert", tmp_path / "m.onnx", tmp_path / "o.onnx", "--check", "--dtype", "bfloat16"
+    )
+    assert "opset 17 raised to" in out and "onnx.checker refuses the file, and the model too: " in out
+    assert status == 0 and not error
+
+
 def test_a_check_does_not_load_what_was_bfloat16_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """onnxruntime computes no bfloat16 on CPU, which is no fault of the conversion."""
     relu = onnx.parser.parse_model(

@@ -14,10 +14,19 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.cli import main
+from amp_transpiler.conversion.calibration import as_given
 from amp_transpiler.conversion.calibration.measure import outputs_of
+from amp_transpiler.conversion.synthetic import synthetic_sample
 from amp_transpiler.errors import ExecutionError
 from amp_transpiler.passes.canonicalize import control_flow
-from amp_transpiler.runtime.budget import Budget, calibration_budget, check_budget, unbounded_optimizers, within
+from amp_transpiler.runtime.budget import (
+    Budget,
+    OverBudget,
+    calibration_budget,
+    check_budget,
+    unbounded_optimizers,
+    within,
+)
 from tests.helpers.where import ROOT
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
@@ -87,6 +96,22 @@ def test_check_of_a_loop_without_end(tmp_path: Path, capsys: pytest.CaptureFixtu
     model, out = saved(FOREVER, tmp_path / "m.onnx"), tmp_path / "o.onnx"
     assert main(["convert", str(model), str(out), "--check", "--time-budget", "0.3"]) == 3
     assert "check failed: the model does not run on a synthetic sample" in capsys.readouterr().err
+
+
+def test_a_sample_that_takes_too_long_is_not_made_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[tuple[int, ...]] = []
+    session = as_given.ort.InferenceSession
+
+    class Counted(session):
+        def run(self, names: list[str], feeds: dict[str, np.ndarray], options: object) -> list[np.ndarray]:
+            runs.append(feeds["x"].shape)
+            return super().run(names, feeds, options)
+
+    monkeypatch.setattr(as_given.ort, "InferenceSession", Counted)
+    program = amp.Program.from_onnx(onnx.parser.parse_model(FOREVER.replace("float[4]", "float[N]")))
+    with pytest.raises(OverBudget), within(Budget(0.3)):
+        synthetic_sample(program)
+    assert runs == [(1,)]
 
 
 def test_calibration_of_a_loop_without_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

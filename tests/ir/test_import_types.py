@@ -88,6 +88,17 @@ def test_types_pass_through_contrib_operators():
     assert program.to_onnx() == model
 
 
+def test_types_pass_through_what_onnxruntime_writes_for_cpus_and_texts() -> None:
+    model = text("""
+    <ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1, "com.microsoft.nchwc" : 1]>
+    g (float[1,8,4,4] x, float[8,8,1,1] w, string[N] s) => (float[1,8,4,4] y, string[N,M] t) {
+      a = com.microsoft.nchwc.ReorderInput(x)  b = com.microsoft.nchwc.Conv(a, w)  c = com.microsoft.nchwc.ReorderOutput(b)
+      y = Relu(c)  t = com.microsoft.Tokenizer(s)  l = StringNormalizer(s)  u = com.microsoft.Tokenizer(l)
+    }""")
+    program = Program.from_onnx(model)
+    assert [program.var(name).dtype for name in "abcu"] == ["float32"] * 3 + ["string"]
+
+
 def test_unknown_operators_pass_through_and_are_reported():
     model = text("""
     <ir_version: 10, opset_import: ["" : 21, "unknown" : 1]>

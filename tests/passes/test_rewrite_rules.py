@@ -176,9 +176,15 @@ def test_state_updates_keep_their_type() -> None:
 def test_an_untyped_variable_is_named() -> None:
     p = program("main (float[2,2] x) => (y) { m = MatMul(x, x) y = acme.Blend(m) }", domains=', "acme" : 1')
     before = state(p)
-    with pytest.raises(GraphError, match=r"'y', made by 'Blend -> y' \(acme::Blend\) has no element type"):
+    with pytest.raises(GraphError, match=r"'y', made by 'Blend -> y' \(acme::Blend\) has no element type.*value_info"):
         rewrite_program(p)
     assert state(p) == before
+
+
+def test_an_operator_that_does_not_fit_is_no_untyped_variable() -> None:
+    p = program("main (float x, float[2,2] w) => (float y) { m = MatMul(x, w) y = Softmax(m) }")
+    with pytest.raises(GraphError, match=r"'MatMul -> m' \(MatMul\) does not fit its inputs: .*wrong rank"):
+        rewrite_program(p)
 
 
 @pytest.mark.parametrize("dtype, value", [("float16", 70000.0), ("bfloat16", 3.4e38)])

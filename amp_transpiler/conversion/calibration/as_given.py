@@ -13,25 +13,30 @@ import onnxruntime as ort
 
 from amp_transpiler.conversion.calibration.draws import draws
 from amp_transpiler.conversion.calibration.measure import EMBEDDED, Batch, outputs_of
-from amp_transpiler.errors import ExecutionError, FeedError
+from amp_transpiler.errors import FeedError
 from amp_transpiler.ir.onnx_out import model_of
 from amp_transpiler.ir.proto_residue import source_of
 from amp_transpiler.ir.tensors import byte_size, tensor_type
 from amp_transpiler.ir.types import HALF, numpy_dtype
 from amp_transpiler.passes.view.typing import programs
 from amp_transpiler.program import Program
-from amp_transpiler.runtime.budget import unbounded_optimizers, watched
+from amp_transpiler.runtime.budget import OverBudget, unbounded_optimizers, watched
 from amp_transpiler.runtime.feeds import Feeds
 
 
-def outputs_as_given(program: Program, batches: Sequence[Batch]) -> list[list[Any]]:
+def session_as_given(program: Program) -> Any:
+    """A session for the file of ``program``; None where that is no reference, or not taken by onnxruntime."""
+    return _session(program) if _comparable(program) else None
+
+
+def outputs_as_given(program: Program, batches: Sequence[Batch], session: Any) -> list[list[Any]]:
     """The outputs of ``program``, which nothing has changed since it was read, on each batch, computed on CPU.
 
-    They are those of its file in onnxruntime. Where that is no reference (16-bit operators, which it does not round
-    there, and random numbers), or does not take the model, they are those of the program, as :func:`.outputs_of` gives
-    them; so they are of a large model that is in no file, which would be copied. Raises what that raises.
+    They are those of its file in onnxruntime, in the ``session`` that :func:`session_as_given` makes. Where that is no
+    reference (16-bit operators, which it does not round there, and random numbers), or does not take the model, they
+    are those of the program, as :func:`.outputs_of` gives them; so they are of a large model that is in no file, which
+    would be copied. Raises what that raises.
     """
-    session = _session(program) if _comparable(program) else None
     if session is None:
         return outputs_of(program, batches)
     feeds, names = Feeds(program, program.outputs), [*dict.fromkeys(v.name for v in program.outputs)]
@@ -42,19 +47,19 @@ def outputs_as_given(program: Program, batches: Sequence[Batch]) -> list[list[An
         try:
             with watched(f"program '{program.name}'") as options:
                 found.append(list(session.run(names, {**batch, **checked}, options)))
-        except ExecutionError:  # beyond the budget
+        except OverBudget:
             raise
         except Exception:  # onnxruntime's errors have no common base class
             return outputs_of(program, batches)
     return found
 
 
-def loads(program: Program) -> bool:
-    """Whether onnxruntime takes the model as it was given, or cannot be asked: where not, no data let it run."""
+def refused(program: Program) -> bool:
+    """Whether onnxruntime does not even load the model as it was given, so that it runs on no data."""
     try:
-        return not _comparable(program) or _session(program) is not None
-    except ExecutionError:  # beyond the budget
-        return True
+        return _comparable(program) and _content(program) is not None and _session(program) is None
+    except OverBudget:
+        return False
 
 
 def measurable(program: Program, outputs: Sequence[Sequence[Any]], sample: str) -> None:
@@ -77,15 +82,20 @@ def _comparable(program: Program) -> bool:
     return not any(v.dtype and numpy_dtype(v.dtype).kind == "V" for v in (*program.inputs, *program.outputs))
 
 
-def _session(program: Program) -> Any:
-    """A session for the model; None where onnxruntime does not take it."""
+def _content(program: Program) -> str | bytes | None:
+    """The model's file, or its bytes; None where these are too many."""
     source = source_of(program)
-    content: str | bytes = str(source.path) if source is not None and source.path is not None else ""
-    if not content:
-        held = (tensor_type(v.data) for v in program.variables if v.data is not None)
-        if sum(byte_size(*each) for each in held) > EMBEDDED:
-            return None
-        content = model_of(program).SerializeToString()
+    if source is not None and source.path is not None:
+        return str(source.path)
+    held = (tensor_type(v.data) for v in program.variables if v.data is not None)
+    return None if sum(byte_size(*each) for each in held) > EMBEDDED else model_of(program).SerializeToString()
+
+
+def _session(program: Program) -> Any:
+    """A session for the model; None where onnxruntime does not take it, or it would have to be copied."""
+    content = _content(program)
+    if content is None:
+        return None
     settings = ort.SessionOptions()
     settings.log_severity_level = 4
     settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
@@ -97,7 +107,7 @@ def _session(program: Program) -> Any:
             return ort.InferenceSession(
                 content, settings, providers=["CPUExecutionProvider"], disabled_optimizers=unbounded_optimizers()
             )
-    except ExecutionError:  # beyond the budget
+    except OverBudget:
         raise
     except Exception:  # onnxruntime's errors have no common base class
         return None

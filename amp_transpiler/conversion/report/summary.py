@@ -122,6 +122,8 @@ def headline(conversion: Conversion) -> str:
     found = kinds(after)
     count = sum(found.values()) - found[CAST_KIND]
     text = f"{found[HALF_KIND]:,} of {count:,} operators run in 16 bit, {found[FULL_KIND]:,} stay in fp32, "
+    if found[UNTOUCHED_KIND]:
+        text += f"{found[UNTOUCHED_KIND]:,} are untouched (integers, shapes, nested graphs), "
     text += f"{found[CAST_KIND]:,} casts were put in"
     if before.weights and after.weights:
         text += f"; weights {_change(size(before.weights), size(after.weights))}"

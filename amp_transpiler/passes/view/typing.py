@@ -15,7 +15,7 @@ from typing import NamedTuple
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.contrib_types import pinned_slots
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import node_types
+from amp_transpiler.ir.infer import Declared, infer_operator, node_types
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.onnx_inference import ONNX_ERRORS
 from amp_transpiler.ir.reasons import Kind, Reason
@@ -242,9 +242,16 @@ def require_typed(program: Graph) -> None:
     for each in programs(program):
         for variable in each.variables:
             if variable.dtype is None and variable.type_proto is None:
-                producer = variable.producer
-                made = f", made by '{producer.label}' ({producer.full_type})" if producer is not None else ""
-                raise GraphError(
-                    f"program '{each.name}': variable '{variable.name}'{made} has no element type, so that its "
-                    "precision cannot be decided; set its dtype"
-                )
+                raise _untyped(variable)
+
+
+def _untyped(variable: Variable) -> GraphError:
+    """What is said of a variable without a type; raises what ONNX says of a producer that does not fit its inputs."""
+    producer = variable.producer
+    if producer is not None:
+        infer_operator(producer, Declared())
+    made = f", made by '{producer.label}' ({producer.full_type})" if producer is not None else ""
+    return GraphError(
+        f"program '{variable.program.name}': variable '{variable.name}'{made} has no element type, so that its "
+        "precision cannot be decided; declare it in the model (graph.value_info), or set its dtype"
+    )

@@ -64,7 +64,7 @@ function chooseTensor(name) {
 function showKept() {
   const groups = keptBy(programs[state.which].ops);
   const count = groups.reduce((sum, [, ops]) => sum + ops.length, 0);
-  const head = count ? `${count} operators stay in fp32, for ${groups.length} ${groups.length > 1 ? "reasons" : "reason"}.` :
+  const head = count ? `${count} ${count > 1 ? "operators stay" : "operator stays"} in fp32, for ${groups.length} ${groups.length > 1 ? "reasons" : "reason"}.` :
     "No operator stays in fp32.";
   $("panel-kept").replaceChildren(element("h2", {}, state.which === "after" ? head : `${count} operators are in fp32 before the conversion.`),
     ...groups.map(([group, ops]) => {
