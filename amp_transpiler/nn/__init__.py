@@ -4,6 +4,7 @@ from amp_transpiler.lists.paddle import paddle_attributes
 from amp_transpiler.nn import functional, initializer, math
 from amp_transpiler.nn.attention_layers import multi_head_attention
 from amp_transpiler.nn.conv_layers import conv1d, conv1d_transpose, conv2d, conv2d_transpose, conv3d, conv3d_transpose
+from amp_transpiler.nn.crf import crf_decoding, linear_chain_crf
 from amp_transpiler.nn.elementwise_functions import dropout
 from amp_transpiler.nn.embeddings import embedding, embedding_bag
 from amp_transpiler.nn.getter import custom_getter, float32_variable_storage_getter
@@ -25,6 +26,7 @@ __all__ = [
     "conv3d",
     "conv3d_transpose",
     "create_parameter",
+    "crf_decoding",
     "custom_getter",
     "data",
     "dropout",
@@ -38,6 +40,7 @@ __all__ = [
     "initializer",
     "instance_norm",
     "layer_norm",
+    "linear_chain_crf",
     "lstm",
     "math",
     "multi_head_attention",

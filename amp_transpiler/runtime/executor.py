@@ -16,7 +16,6 @@ import onnx
 
 from amp_transpiler.errors import (
     ArgumentError,
-    ArgumentTypeError,
     ExecutionError,
     GraphError,
     OrderError,
@@ -30,22 +29,23 @@ from amp_transpiler.option_checks import is_whole
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.passes.lowering.place import CPUPlace, Place, arithmetic_of, check_place, cores_of
-from amp_transpiler.program import Program, default_main_program
+from amp_transpiler.program import Program
 from amp_transpiler.runtime.begun import begin, warn_of_shared
 from amp_transpiler.runtime.binding import PlainStep, Step, needs_plain
 from amp_transpiler.runtime.capture import CapturedStep, check_capturable
 from amp_transpiler.runtime.collective.current import own_rank, own_size
 from amp_transpiler.runtime.host_tables import HostTables
+from amp_transpiler.runtime.largest_feeds import Shapes, largest_feeds
 from amp_transpiler.runtime.locks import Uninterrupted
 from amp_transpiler.runtime.missing import require
 from amp_transpiler.runtime.plan import (
     Plan,
     Plans,
     Session,
-    Shapes,
     check_home,
     fed_together,
     fetch_names,
+    given_program,
     make_plan,
     next_micro_step,
     shapes_of,
@@ -174,7 +174,7 @@ class Executor:
         variable has another type than the program declares, GraphError for an unknown fetch or a program that cannot
         be lowered, PlaceError for an operator without a kernel on the place, ExecutionError from onnxruntime.
         """
-        program = _check_program(program)
+        program = given_program(program)
         scope = check_scope(scope)
         if requested(fetch_list):
             on_host = return_numpy and self.place.kind == "cpu"  # there, an array is no copy more than what is bound
@@ -227,7 +227,7 @@ class Executor:
 
     def memory_report(self, program: Program | None = None) -> MemoryReport:
         """Which updated variables the last run of ``program`` kept in place. OrderError where it never ran."""
-        program = _check_program(program)
+        program = given_program(program)
         cache = self._programs.get(program)
         step = cache.last.last if cache is not None and cache.last is not None else None
         if step is None:
@@ -268,14 +268,15 @@ class Executor:
 
     def _step(self, program: Program, plan: Plan, feeds: Mapping[str, Any]) -> Step | PlainStep:
         key = shapes_of(feeds)
-        served = key if plan.shaped else ()
+        largest = largest_feeds(key) if plan.uneven else ()
+        served = (*key, *largest) if plan.shaped else ()
         if not plan.shaped and key != plan.fed:
             plan.feeds.check_shapes(feeds)
             plan.fed = key
         with self._lock:
             session = plan.sessions.get(served)
             if session is None:
-                session = plan.sessions[served] = Session()
+                session = plan.sessions[served] = Session(largest)
             elif session.step is not plan.last:
                 plan.sessions.move_to_end(served)
         step = session.step
@@ -296,7 +297,7 @@ class Executor:
         try:
             plan.feeds.check_shapes(feeds)
             with collector_paused():
-                session.step = self._compile(program, plan, dict(shapes))
+                session.step = self._compile(program, plan, dict(shapes), dict(session.largest))
         except (GraphError, ExecutionError) as error:
             raise type(error)(f"{error}{fed_together(shapes)}") from None
         finally:
@@ -312,12 +313,15 @@ class Executor:
         if drops:
             warn_user(thrashes(program, plan, self.max_sessions, shapes))
 
-    def _compile(self, program: Program, plan: Plan, shapes: dict[str, tuple[int, ...]]) -> Step | PlainStep:
+    def _compile(
+        self, program: Program, plan: Plan, shapes: dict[str, tuple[int, ...]], largest: dict[str, tuple[int, ...]]
+    ) -> Step | PlainStep:
         tensors_fed = {n: s for n, s in shapes.items() if plan.shaped and program.var(n).dtype is not None}
         fetches = [program.var(name) for name in plan.outputs]
         (updates, others), sent = run_updates(program, plan.spread), Sent(program, plan.spread)
         at, cores = self.place, cores_of(self.place, self.settings.threads)
-        lowered = lower(program, at.kind, tensors_fed, fetches, updates, (), others, True, arithmetic_of(at), cores)
+        computes = arithmetic_of(at)
+        lowered = lower(program, at.kind, tensors_fed, fetches, updates, (), others, True, computes, cores, largest)
         in_place = bool(lowered.updates) and not plan.initialises and place_traits(self.place.kind).in_place
         settings = startup_settings(self.settings, program, self.place) if plan.initialises else self.settings
         settings = replace(settings, tf32=settings.tf32 or lowered.tensor_cores)
@@ -387,11 +391,3 @@ class Executor:
         if step is not None and self.place.kind == "cpu":
             release_behind(values.values())
         return results
-
-
-def _check_program(program: Program | None) -> Program:
-    if program is None:
-        return default_main_program()
-    if not isinstance(program, Program):
-        raise ArgumentTypeError(f"expected a Program to run, got {program!r}")
-    return program

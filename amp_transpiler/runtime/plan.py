@@ -17,23 +17,26 @@ from amp_transpiler.ir.opdef import lowering_rule_of
 from amp_transpiler.lists import place_traits
 from amp_transpiler.ops.training.exchange import meets
 from amp_transpiler.passes.lowering.place import Place
-from amp_transpiler.program import Program
+from amp_transpiler.program import Program, default_main_program
 from amp_transpiler.runtime.binding import PlainStep, Step
 from amp_transpiler.runtime.collective.current import several
 from amp_transpiler.runtime.dealt import dealt_variables
 from amp_transpiler.runtime.feeds import Feeds, shape_of
+from amp_transpiler.runtime.largest_feeds import Shapes, has_uneven_exchanges
 from amp_transpiler.runtime.open_steps import OpenSteps
 from amp_transpiler.runtime.report import ReportRequest
 from amp_transpiler.runtime.scope import Scope
 from amp_transpiler.warn import warn_user
 
-Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-
 
 @dataclass(eq=False)
 class Session:
-    """The place of one session: who needs it first makes it, under ``lock``, and the others wait for that."""
+    """The place of one session: who needs it first makes it, under ``lock``, and the others wait for that.
 
+    ``largest``: the shapes of feeds on the ranks that are fed most, where others are fed less.
+    """
+
+    largest: Shapes = ()
     lock: threading.RLock = field(default_factory=threading.RLock)
     step: Step | PlainStep | None = None
 
@@ -61,6 +64,7 @@ class Plan:
     fed: Shapes | None = None
     last: Step | PlainStep | None = None
     seconds: float = 0.0  # that making sessions took
+    uneven: bool = False  # ranks exchange rows, of which some may have more than others
     dropped: bool = False  # a session that may be needed again
     begun: object = None  # what was known of the scope's state when it was last asked whose it is
 
@@ -111,6 +115,7 @@ def make_plan(program: Program, names: tuple[str, ...], spread: bool, place: Pla
         writes=bool(written or program.updates),
         shaped=shaped,
         open=OpenSteps() if opens else None,
+        uneven=has_uneven_exchanges(program),
     )
 
 
@@ -153,6 +158,15 @@ def fetch_names(fetch_list: Sequence[Variable | ReportRequest | str] | None) -> 
             raise ArgumentTypeError(f"fetch_list holds variables or names, got {name!r}{none if name is None else ''}")
         names.append(name)
     return tuple(names)
+
+
+def given_program(program: Program | None) -> Program:
+    """The program to run, the current main one for None; ArgumentTypeError for anything else."""
+    if program is None:
+        return default_main_program()
+    if not isinstance(program, Program):
+        raise ArgumentTypeError(f"expected a Program to run, got {program!r}")
+    return program
 
 
 def next_micro_step(window: AccumulationWindow | None, scope: Scope) -> int:

@@ -21,7 +21,7 @@ from amp_transpiler.ir.exchange_call import Ranks
 from amp_transpiler.ir.nodes import Operator, Types
 from amp_transpiler.ir.opdef import lowering_rule, own
 from amp_transpiler.ops.common import size_of, sliced
-from amp_transpiler.ops.training.all_reduce import times
+from amp_transpiler.ops.training.all_reduce import of_ranks, room_of
 from amp_transpiler.ops.training.exchange import exchange, exchanged
 from amp_transpiler.ops.training.sparse import named_rows, numbered, picked
 
@@ -29,14 +29,15 @@ ASK, ANSWER, SEND = "AskForRows", "AnswerWithRows", "SendRows"
 Attrs = Mapping[str, Any]
 
 
-def look_up_dealt(e: Emitter, table: Value, indices: Value, ranks: int, rows: int, name: str) -> Value:
+def look_up_dealt(e: Emitter, op: Operator, table: Value, indices: Value, ranks: int, rows: int, name: str) -> Value:
     """Rows of a table of ``rows`` rows that are dealt out, of which ``table`` is what this rank holds."""
     ids, width = named_rows(e, indices, rows), size_of(table)[1:]
     count = size_of(ids)[0]
+    room = room_of(op, count)
     distinct, whose = numbered(e, ids)
-    attrs = {"ranks": ranks, "rows": rows, "table": name}
-    (asked,) = exchanged(e, ASK, [distinct], [(ranks + ranks * count,)], **attrs)
-    given = picked(e, table, sliced(e, asked, 0, ranks, ranks + ranks * count))
+    attrs = {"ranks": ranks, "rows": rows, "room": room, "table": name}
+    (asked,) = exchanged(e, ASK, [distinct], [(ranks + ranks * room,)], **attrs)
+    given = picked(e, table, sliced(e, asked, 0, ranks, ranks + ranks * room))
     (found,) = exchanged(e, ANSWER, [given, asked, distinct], [(count, *width)], ranks=ranks)
     return e.Gather(found, e.reshape(whose, size_of(indices)), axis=0, shape=(*size_of(indices), *width))
 
@@ -45,21 +46,21 @@ def look_up_dealt(e: Emitter, table: Value, indices: Value, ranks: int, rows: in
 def _ask(ranks: Ranks, sent: Sequence[Any], received: Sequence[Any], attrs: Attrs) -> None:
     """Sent are ids that ascend, the last one repeated; received are how many rows each rank asks for, and which."""
     ids, rows, count = _each_once(sent[0]), attrs["rows"], attrs["ranks"]
-    outside, given = ids[(ids < 0) | (ids >= rows)], sent[0].size
+    outside, room = ids[(ids < 0) | (ids >= rows)], attrs["room"]
     if outside.size:  # every rank gets to know, and all stop alike
         asked = ranks.all_to_all([np.array([-1, outside[-1]], np.int64)] * count)
     else:
-        asked = ranks.all_to_all([np.append(np.int64(given), part // count) for part in _by_owner(ids, ids, count)])
+        asked = ranks.all_to_all([np.append(np.int64(room), part // count) for part in _by_owner(ids, ids, count)])
     table = attrs["table"]
     for rank, part in enumerate(asked):
         if part[0] < 0:
             wrong = int(part[1]) if part[1] >= 0 else int(part[1]) - rows
             raise FeedError(f"id {wrong} on rank {rank} is out of range for table '{table}', which has {rows} rows")
     for rank, part in enumerate(asked):
-        if part[0] != given:
+        if part[0] != room:
             raise FeedError(
-                f"rank {rank} looks {part[0]} ids up in table '{table}', and rank {ranks.rank} {given}; a table whose "
-                "rows are dealt out is looked up with as many on each: pad the batches to one size"
+                f"rank {rank} looks {part[0]} ids up in table '{table}', and rank {ranks.rank} {room}; a table whose "
+                "rows are dealt out is looked up by one program on each, with other numbers only where it is fed others"
             )
     received[0][:count] = [part.size - 1 for part in asked]
     _fill(received[0][count:], [part[1:] for part in asked], spare_row(rows, count))
@@ -78,15 +79,14 @@ def _answer(ranks: Ranks, sent: Sequence[Any], received: Sequence[Any], attrs: A
 
 
 def _send_types(op: Operator) -> Types:
-    ranks = int(op.attrs["ranks"])
-    return [None if v is None else (v.dtype, times(v.shape, ranks)) for v in op.inputs]
+    return [None if v is None else (v.dtype, of_ranks(op, v.shape)) for v in op.inputs]
 
 
 @lowering_rule(own(SEND), native=True, infer=_send_types)
 def send_rows(e: Emitter, op: Operator, rows: Value, values: Value) -> Sequence[Value]:
     """``size``: the rows of the whole table. ``precision``: the element type in which the values travel."""
     ranks, precision = int(op.attrs["ranks"]), str(op.attrs.get("precision") or values.dtype)
-    room = ranks * size_of(rows)[0]
+    room = ranks * room_of(op, size_of(rows)[0])
     there, new = exchanged(
         e,
         SEND,

@@ -18,11 +18,15 @@ def looked_up(ids: amp.Variable, table: amp.Variable, sparse: bool) -> amp.Varia
     return F.mean(F.embedding(ids, table, sparse=sparse), axis=1)
 
 
+def fewer_on_rank_1(ids: amp.Variable, table: amp.Variable, sparse: bool) -> amp.Variable:
+    return looked_up(ids[:, : IDS - 2 * amp.distributed.rank()], table, sparse)
+
+
 class Recommender:
     """``forward(ids, table, sparse)`` gives what the dense layers read; ``mode`` is fp32, mixed, pure or bf16.
 
     ``calls``: the parameters of each call of ``apply_gradients``, in the place of ``minimize``; ``code``: what
-    ``minimize`` lets change the gradients.
+    ``minimize`` lets change the gradients; ``scaled_by``: a feed, by which the loss is multiplied.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class Recommender:
         rows: int = ROWS,
         calls: Callable[[amp.Program], Sequence[set[str]]] | None = None,
         code: Callable[[Any], Any] | None = None,
+        scaled_by: str = "",
         **decorated: Any,
     ) -> None:
         self.main, startup = amp.Program(), amp.Program("startup")
@@ -48,6 +53,8 @@ class Recommender:
             h = amp.nn.fc(F.cast(forward(ids, table, sparse), "float32"), 8, act="tanh")
             error = amp.nn.fc(h, 1) - label
             self.loss = F.mean(error * error)
+            if scaled_by:
+                self.loss = self.loss * F.sum(self.main.var(scaled_by))
             optimizer = optimizers(self.main)
             if mode != "fp32" or decorated:
                 half = {"dtype": "bfloat16"} if mode == "bf16" else {}

@@ -19,7 +19,7 @@ from amp_transpiler.runtime.startup_run import startup_parts
 from tests.helpers.cuda_kernels import without_cuda_kernel
 from tests.helpers.dealt import BATCH, batch, dealing
 from tests.helpers.sessions import session
-from tests.helpers.tables import IDS, ROWS, Recommender
+from tests.helpers.tables import IDS, ROWS, Recommender, fewer_on_rank_1
 
 STEPS = 3
 State = dict[str, np.ndarray]
@@ -145,17 +145,53 @@ def boosted(ids: amp.Variable, table: amp.Variable, sparse: bool) -> amp.Variabl
     return F.mean(F.embedding(ids, table, sparse=sparse), axis=1) + (extra * boost - extra * boost)
 
 
-def test_batches_of_several_sizes_are_an_error_on_all_ranks() -> None:
+def test_other_lookups_on_another_rank_are_an_error_on_all() -> None:
     def run() -> str:
-        net = Recommender(dealing(lazy_adam))
-        feed = batch(0)
+        net = Recommender(dealing(lazy_adam), forward=fewer_on_rank_1)
         with pytest.raises(amp.errors.FeedError) as error:
-            net.run({name: value[distributed.rank() :] for name, value in feed.items()})
+            net.run(batch(0))
         return str(error.value)
 
     said = distributed.simulate(2, run)
-    assert "rank 1 looks 15 ids up in table 'table', and rank 0 20" in said[0]
-    assert "rank 0 looks 20 ids up in table 'table', and rank 1 15" in said[1]
+    assert (
+        "rank 1 looks 12 ids up in table 'table', and rank 0 20; a table whose rows are dealt out is looked" in said[0]
+    )
+    assert "rank 0 looks 20 ids up in table 'table', and rank 1 12" in said[1]
+
+
+def shared(make: Callable[[], Any], dealt: bool) -> Run:
+    """Training on shares of batches that do not divide, each mean weighted by what its share counts."""
+
+    def run() -> tuple[list[float], State]:
+        def weighted(ids: amp.Variable, table: amp.Variable, sparse: bool) -> amp.Variable:
+            amp.data("weight", [1], "float32")
+            return boosted(ids, table, sparse)
+
+        net, losses = Recommender(dealing(make, dealt), forward=weighted, scaled_by="weight"), []
+        rank, ranks = distributed.rank(), distributed.world_size()
+        for step, size in enumerate((6, 7, 4)):
+            rng, mine = np.random.default_rng(step), slice(rank, None, ranks)
+            feed = {"ids": rng.integers(0, ROWS, (size, IDS)), "label": rng.normal(size=(size, 1)).astype(np.float32)}
+            feed = {name: array[mine] for name, array in feed.items()}
+            weight = np.array([len(feed["ids"]) * ranks / size], np.float32)
+            losses.append(float(net.run(feed | {"weight": weight, "boost": np.ones(1, np.float32)})))
+        return losses, whole(net)
+
+    return run
+
+
+@pytest.mark.parametrize("name, ranks", [("lazy adam", 3), ("clipped", 2)])
+def test_ranks_that_look_up_more_than_others_take_the_step_of_one(name: str, ranks: int) -> None:
+    """Dealt out or not bit for bit; beside one rank's step of the whole batch."""
+    losses, state = shared(OPTIMIZERS[name], False)()
+    found = distributed.simulate(ranks, shared(OPTIMIZERS[name], True))
+    expected = distributed.simulate(ranks, shared(OPTIMIZERS[name], False))
+    for (dealt_losses, dealt_state), (whole_losses, whole_state) in zip(found, expected, strict=True):
+        assert dealt_losses == whole_losses
+        assert [n for n in whole_state if dealt_state[n].tobytes() != whole_state[n].tobytes()] == []
+        for variable, value in state.items():
+            np.testing.assert_allclose(dealt_state[variable], value, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(np.mean([each for each, _ in found], axis=0), losses, rtol=1e-5)
 
 
 def test_an_overflow_on_the_rank_of_a_row_skips_on_all() -> None:

@@ -13,7 +13,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler import distributed
 from amp_transpiler.nn import functional as F
-from tests.helpers.tables import Recommender
+from tests.helpers.tables import Recommender, fewer_on_rank_1
 
 BATCH, STEPS = 8, 5
 State = dict[str, np.ndarray]
@@ -269,13 +269,30 @@ def test_batches_of_several_sizes(sparse: bool) -> None:
 
 def test_a_table_that_ranks_look_up_in_other_numbers_is_named() -> None:
     def run() -> str:
-        net, count = Recommender(lambda _: amp.optimizer.SGD(0.02)), 2 + distributed.rank()
+        net = Recommender(lambda _: amp.optimizer.SGD(0.02), forward=fewer_on_rank_1)
         with pytest.raises(amp.errors.DistributedError) as caught:
-            net.run({"ids": np.zeros((count, 5), np.int64), "label": np.zeros((count, 1), np.float32)})
+            net.run({"ids": np.zeros((4, 5), np.int64), "label": np.zeros((4, 1), np.float32)})
         return str(caught.value)
 
     for said in distributed.simulate(2, run):
-        assert "table 'table', whose gradients are sparse, is looked up with as many ids on each rank: pad" in said
+        assert "table 'table', whose gradients are sparse, is looked up by one program on each rank" in said
+
+
+def test_ranks_that_are_fed_other_inputs_say_so() -> None:
+    def run() -> str:
+        net, rank = Recommender(lambda _: amp.optimizer.SGD(0.02)), distributed.rank()
+        feed = {"ids": np.zeros((4, 5), np.int64), "label": np.zeros((4, 1), np.float32)}
+        if rank:
+            with amp.program_guard(net.main):
+                net.loss = net.loss + F.sum(amp.data("beside", [1]))
+            feed["beside"] = np.zeros(1, np.float32)
+        with pytest.raises(amp.errors.FeedError) as caught:
+            net.run(feed)
+        return str(caught.value)
+
+    said = distributed.simulate(2, run)
+    assert "rank 1 is fed {'beside': [1], 'ids': [4, 5], 'label': [4, 1]}, and rank 0 {'ids': [4, 5]," in said[0]
+    assert "rank 0 is fed {'ids': [4, 5], 'label': [4, 1]}, and rank 1 {'beside': [1], 'ids'" in said[1]
 
 
 def test_the_culprit_of_a_bad_step_is_found_on_the_rank_that_made_it() -> None:

@@ -22,14 +22,13 @@ from amp_transpiler.passes.lowering.emission import emit
 from amp_transpiler.passes.lowering.fitting import fitted
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.place import Place, arithmetic_of, check_place
-from amp_transpiler.passes.lowering.wanted import Cores, Wanted
+from amp_transpiler.passes.lowering.room_for_rows import RoomForRows
+from amp_transpiler.passes.lowering.wanted import WANTED, Cores, Wanted
 from amp_transpiler.passes.lowering.wide_products import widened
 from amp_transpiler.passes.numerics.mixed_norms import MixedNorms
 from amp_transpiler.passes.pipeline import Context, Pass, Pipeline, Property, Value, apply_to_copy, option
 from amp_transpiler.passes.view.feed_shapes import checked_fetches, checked_shapes
 
-#: What the model has to give, by default updates and outputs.
-WANTED: Value[Wanted] = Value("wanted", Wanted)
 #: The model that a place runs.
 LOWERED: Value[Lowered] = Value("lowered", Lowered)
 #: How far above what there can be the numbers for sizes that data decide begin: where some of them are written in
@@ -124,7 +123,8 @@ class Emit(Pass):
 def lowering(place: str) -> Pipeline:
     """The passes that make the model that ``place`` runs."""
     opset, expanded = RuntimeOpset(place), ExpandControlFlow(bodies=True)
-    return Pipeline((InlineFunctions(), DecomposeForRuntime(), opset, expanded, MixedNorms(place), Emit(place)))
+    prepared = InlineFunctions(), DecomposeForRuntime(), opset, expanded, MixedNorms(place), RoomForRows()
+    return Pipeline((*prepared, Emit(place)))
 
 
 def lower(
@@ -138,6 +138,7 @@ def lower(
     declared: bool = False,
     arithmetic: Arithmetic | None = None,
     cores: Cores | None = None,
+    largest: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Lowered:
     """The model that a place of kind "cpu", "cuda" or "webgpu" runs for these feed shapes; ``program`` stays as it is.
 
@@ -147,7 +148,7 @@ def lower(
     feed_shapes = {**held_shapes(program), **(feed_shapes or {})}
     named = {state.name: new.name for state, new in updates.items()} if isinstance(updates, Mapping) else updates
     given, beside = (tuple(v.name for v in each) for each in (fetches, others))
-    wanted = Wanted(given, named, keep_fp32, beside, declared, arithmetic, cores or Cores())
+    wanted = Wanted(given, named, keep_fp32, beside, declared, arithmetic, cores or Cores(), largest or {})
     context = Context({FEED_SHAPES: feed_shapes, WANTED: wanted})
     apply_to_copy(lowering(place), program, context)
     return context[LOWERED]

@@ -44,5 +44,5 @@ def _emit_dealt(storage: EmulatedStorage, op: Operator, result: Variable, table:
         raise GraphError(f"the rows of table '{table.name}' are dealt out, and how many there are is not known")
 
     with storage.e.emulation() if storage.cpu else nullcontext():
-        found = look_up_dealt(storage.e, held, ids, table.dealt, rows, table.name)
+        found = look_up_dealt(storage.e, op, held, ids, table.dealt, rows, table.name)
     storage.env[result.key] = storage.finished(result, found, True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.passes.lowering.arithmetic import Arithmetic
+from amp_transpiler.passes.pipeline import Value
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Wanted:
     ``declared``: a fetch comes out in the type that the variable was declared with, not the one that it is held in.
     ``arithmetic``: whose 16-bit arithmetic it has; None for that of the place that runs it.
     ``cores``: of the machine that runs it, where that is known: the same program gives the same file on every machine.
+    ``largest``: the largest shapes of feeds on any rank, where some are fed more than others.
     """
 
     fetches: tuple[str, ...] = ()
@@ -39,6 +41,7 @@ class Wanted:
     declared: bool = True
     arithmetic: Arithmetic | None = None
     cores: Cores = field(default_factory=Cores)
+    largest: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def replays(self) -> bool:
@@ -52,3 +55,7 @@ class Wanted:
         if not self.updates:
             return {}
         return {v: v for v in graph.variables if v.persistable and v.producer is not None} | graph.updates
+
+
+#: What the model has to give, by default updates and outputs.
+WANTED: Value[Wanted] = Value("wanted", Wanted)

@@ -63,7 +63,7 @@ def _follow(
     before: dict[Variable, Variable] = {}
     pending, met = [start], False
 
-    def note(found: tuple[float, float], came: Variable, *became: Variable | None) -> None:
+    def hand_on(found: tuple[float, float], came: Variable, *became: Variable | None) -> None:
         for made in became:
             if made is not None and made not in values:
                 values[made], before[made] = found, came
@@ -85,8 +85,8 @@ def _follow(
             if one is None or other is None:
                 continue
             found = one, _rounded(other, dtype)
-            note(found, variable, *reader.outputs)
-        note(values[variable], variable, *(v for edges in flow.borders for v in edges.get(variable, ())))
+            hand_on(found, variable, *reader.outputs)
+        hand_on(values[variable], variable, *(v for edges in flow.borders for v in edges.get(variable, ())))
     if met and bound is not None and bound.name not in {note.name for note in constraints.constants}:
         note = ConstantNote(bound.name, "underflow", 1, 1, number, "what reads it stays fp32")
         constraints.constants.append(note)

@@ -104,6 +104,10 @@ class Engine(ABC):
     def all_gather_object(self, value: Any) -> list[Any]:
         """What every rank gave, in the order of ranks: small values that JSON can hold."""
 
+    def agree(self, value: Any) -> bool:
+        """Whether every rank gave the same value, which JSON can hold."""
+        return all(each == value for each in self.all_gather_object(value))
+
     @abstractmethod
     def submit(self, call: Callable[[], _Result]) -> Work[_Result]:
         """Runs ``call``, which may use this engine, in the engine's thread, after all that was submitted before."""

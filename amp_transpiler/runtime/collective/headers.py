@@ -10,7 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 #: Calls, by the number they travel under.
-KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "barrier", "all_gather_object")
+KINDS = (
+    *("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "barrier"),
+    *("all_gather_object", "agree"),
+)
 #: What a reduction computes, likewise.
 OPS = ("", "sum", "mean", "max")
 #: Element types, likewise.
@@ -22,7 +25,7 @@ _FORM = struct.Struct("<qiiiiqq")
 #: Bytes of a header.
 SIZE = _FORM.size
 #: Calls whose length may differ between ranks.
-_OWN_LENGTH = frozenset({"all_gather", "all_gather_object", "all_to_all"})
+_OWN_LENGTH = frozenset({"all_gather", "all_gather_object", "all_to_all", "agree"})
 
 
 @dataclass(frozen=True)

@@ -251,6 +251,9 @@ class NcclEngine(Engine):
     def all_gather_object(self, value: Any) -> list[Any]:
         return self.beside.all_gather_object(value)
 
+    def agree(self, value: Any) -> bool:
+        return self.beside.agree(value)
+
     def submit(self, call: Callable[[], _Result]) -> Work[_Result]:
         return self.beside.submit(call)
 
