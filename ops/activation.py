@@ -229,12 +229,14 @@ def _kept(e: Emitter, dy: Value, y: Value) -> tuple[Value, Value] | None:
     return None if kept is None else (maker.inputs[1], kept[0])
 
 
-@gradient("LogSoftmax", reads="y0 dy0", native=True)
-def log_softmax(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
+@gradient("LogSoftmax", reads="x0 y0 dy0", native=True)
+def log_softmax(e: Emitter, op: Operator, x: Value, y: Value, dy: Value) -> Grads:
+    """dy - softmax(x) sum(dy). In 16 bit exp(y) would be off by as much as y was rounded."""
     axis = _axis(op, y)
+    share = e.Softmax(x, axis=axis, shape=y.shape) if x.dtype in HALF else e.Exp(y)
     if axis == len(size_of(y)) - 1:
-        return [plus_rows(e, dy, sums_of_rows(e, dy, -1.0), e.Exp(y))]
-    return [e.Sub(dy, e.Mul(e.Exp(y), e.ReduceSum(dy, e.ints(axis), keepdims=1)))]
+        return [plus_rows(e, dy, sums_of_rows(e, dy, -1.0), share)]
+    return [e.Sub(dy, e.Mul(share, e.ReduceSum(dy, e.ints(axis), keepdims=1)))]
 
 
 def _axis(op: Operator, value: Value) -> int:

@@ -102,7 +102,7 @@ def reduce_log_sum_exp(e: Emitter, op: Operator, x: Value, axes: Value | None, y
     over, shape = _axes(e, op, 1), shape_of(e, 0)
     if len(over) == 1:
         slope = e.Softmax(x, axis=over[0], shape=shape)
-    elif over == list(range(len(shape) - len(over), len(shape))):
+    elif over and over == list(range(len(shape) - len(over), len(shape))):
         rows = (*shape[: -len(over)], math.prod(shape[-len(over) :]))
         slope = e.reshape(e.Softmax(e.reshape(x, rows), axis=-1, shape=rows), shape)
     else:

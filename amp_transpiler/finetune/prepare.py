@@ -54,6 +54,7 @@ from amp_transpiler.passes.canonicalize.fuse_softmax import fuse_softmaxes
 from amp_transpiler.passes.canonicalize.fuse_swish import fuse_swishes
 from amp_transpiler.passes.canonicalize.inlining import inline_functions
 from amp_transpiler.passes.canonicalize.integer_places import write_integer_places
+from amp_transpiler.passes.canonicalize.log_sigmoids import write_log_sigmoids
 from amp_transpiler.passes.canonicalize.masked_writes import select_by_masks
 from amp_transpiler.passes.canonicalize.nan_rows import free_nan_rows
 from amp_transpiler.passes.canonicalize.opset import convert_opset
@@ -195,6 +196,7 @@ def prepare_training(
         notes += fuse_gelus(program)
         notes += fuse_swishes(program)
         notes += fuse_hard_swishes(program)
+        notes += write_log_sigmoids(program)
         notes += fuse_softmaxes(program)
         notes += write_slices(program)
         notes += split_wholes(program)

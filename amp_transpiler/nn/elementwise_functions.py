@@ -98,7 +98,7 @@ def expm1(x: Variable) -> Variable:
     """
     call = "expm1"
     put, one = _putting(call, x), constant(x, 1)
-    share = put("Tanh", put("Mul", x, constant(x, 0.5)))
+    share = put("Tanh", put("Mul", put("Clip", x, constant(x, -1), one), constant(x, 0.5)))
     near = put("Div", put("Add", share, share), put("Sub", one, share))
     return put("Where", put("Less", put("Abs", x), one), near, put("Sub", put("Exp", x), one))
 

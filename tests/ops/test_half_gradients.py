@@ -81,3 +81,23 @@ def test_slopes_of_log_sum_exp_add_up_to_one(dtype: str, ulp: float, axes: str) 
     x = x.reshape([int(size) for size in shape.split(",")])
     (found,) = amp.Executor(threads=1).run(made, feed={"x": x}, fetch_list=[slope])
     np.testing.assert_allclose(found.astype(np.float64).reshape(4, -1).sum(-1), 1, atol=ulp)
+
+
+@pytest.mark.parametrize(("dtype", "ulp"), [("float16", 2.0**-10), ("bfloat16", 2.0**-7)])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_slopes_of_log_softmax_are_probabilities(dtype: str, ulp: float, axis: int) -> None:
+    """Of which each is rounded by itself: exp(y) would be off by as much as y was rounded, which is about -6 here."""
+    made = Program.from_onnx(
+        onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 21]>
+        net ({dtype}[400,400] x, {dtype}[400,400] g) => ({dtype} s)
+        {{ y = LogSoftmax <axis = {axis}> (x)  w = Mul(y, g)  s = ReduceSum <keepdims = 0> (w) }}""")
+    )
+    made.var("x").stop_gradient = False
+    ((_, slope),) = amp.append_backward(made.var("s"), parameter_list=["x"])
+    x = np.random.default_rng(0).uniform(-1, 1, size=(400, 400)).astype(np.dtype(dtype))
+    feed = {"x": x, "g": np.eye(400).astype(np.dtype(dtype))}
+    (found,) = amp.Executor(threads=1).run(made, feed=feed, fetch_list=[slope])
+    power = np.exp(x.astype(np.float64))
+    others = ~np.eye(400, dtype=bool)
+    wanted = (power / power.sum(axis, keepdims=True))[others]
+    assert np.median(np.abs(-found.astype(np.float64)[others] - wanted) / wanted) < ulp / 2
