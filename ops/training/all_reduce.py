@@ -13,7 +13,7 @@ from typing import Any
 from amp_transpiler.errors import DistributedError
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.exchange_call import Ranks
-from amp_transpiler.ir.nodes import Operator, Shape, Types
+from amp_transpiler.ir.nodes import Operator, Shape
 from amp_transpiler.ir.opdef import Slots, lowering_rule, own
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.common import size_of
@@ -54,7 +54,7 @@ def _reduced(e: Emitter, value: Value, precision: str, op: str | None) -> Value:
     return remaining(e, made, op or "mean") if precision in HALF and op != "max" else made
 
 
-def _gathered_types(op: Operator) -> Types:
+def _gathered_types(op: Operator) -> list[tuple[str | None, Shape | None] | None]:
     return [None if v is None else (v.dtype, times(v.shape, int(op.attrs["ranks"]))) for v in op.inputs]
 
 

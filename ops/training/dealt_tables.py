@@ -18,7 +18,7 @@ from amp_transpiler.errors import FeedError
 from amp_transpiler.ir.dealt_rows import spare_row
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.exchange_call import Ranks
-from amp_transpiler.ir.nodes import Operator, Types
+from amp_transpiler.ir.nodes import Operator, Shape
 from amp_transpiler.ir.opdef import lowering_rule, own
 from amp_transpiler.ops.common import size_of, sliced
 from amp_transpiler.ops.training.all_reduce import times
@@ -77,7 +77,7 @@ def _answer(ranks: Ranks, sent: Sequence[Any], received: Sequence[Any], attrs: A
         received[0][place] = part
 
 
-def _send_types(op: Operator) -> Types:
+def _send_types(op: Operator) -> list[tuple[str | None, Shape | None] | None]:
     ranks = int(op.attrs["ranks"])
     return [None if v is None else (v.dtype, times(v.shape, ranks)) for v in op.inputs]
 
