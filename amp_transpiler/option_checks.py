@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
+from itertools import islice
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -47,6 +48,12 @@ def shown(value: Any) -> str:
     except ValueError:  # Python writes no int of more than some thousand digits
         text = "a number of thousands of digits"
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} … {text[-_SHOWN // 2 :]}"
+
+
+def listed(names: Collection[str], most: int = 3) -> str:
+    """Some of the names, quoted, and how many there are beyond them."""
+    some = ", ".join(f"'{name}'" for name in islice(names, most))
+    return some + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def choice(called: str, value: Any, choices: Iterable[str], spellings: Mapping[str, str] | None = None) -> str:

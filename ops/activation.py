@@ -13,7 +13,7 @@ from amp_transpiler.ir.metadata import FUSED
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import gradient, lowering_rule, no_gradient, own, range_rule, traits
 from amp_transpiler.ir.types import HALF
-from amp_transpiler.ops.common import Grads, comparable, multiple, size_of, summed, times
+from amp_transpiler.ops.common import Grads, comparable, multiple, scaled_by, size_of, summed, times
 from amp_transpiler.ops.gpu_kernels import (
     added_multiple,
     along_rows,
@@ -274,7 +274,7 @@ def quick_gelu(e: Emitter, op: Operator, x: Value) -> Sequence[Value]:
     """In 16 bit z and σ(z) are rounded, as if they were written out."""
     if e.at.fused and _alpha(op) == 1:
         return [e.op("ScaledSiLU", x, domain=DOMAIN, alpha=1.0, shape=x.shape)]
-    return [e.Mul(x, e.Sigmoid(_times(e, x, _alpha(op))))]
+    return [e.Mul(x, e.Sigmoid(scaled_by(e, x, _alpha(op))))]
 
 
 @gradient(QUICK_GELU, reads="x0 y0 dy0", native=True, refuse=_of_onnxruntime)
@@ -283,7 +283,7 @@ def quick_gelu_gradient(e: Emitter, op: Operator, x: Value, y: Value, dy: Value)
     alpha = _alpha(op)
     if x.dtype == "float16" and alpha > 1:  # the slope is 0 or 1 beyond, and z may not fit
         x = e.Clip(x, e.like(-64.0, x), e.like(64.0, x))
-    z = _times(e, x, alpha)
+    z = scaled_by(e, x, alpha)
     share = e.Sigmoid(z)
     if e.at.fused:
         rest = e.op("ScaledSiLU", x, domain=DOMAIN, alpha=-alpha, shape=x.shape)
@@ -291,12 +291,8 @@ def quick_gelu_gradient(e: Emitter, op: Operator, x: Value, y: Value, dy: Value)
         back = e.Neg(z)
         rest = e.Mul(back, e.Sigmoid(back))
     else:
-        return [e.Mul(dy, e.Add(share, e.Mul(_times(e, y, alpha), e.Sub(e.like(1, share), share))))]
+        return [e.Mul(dy, e.Add(share, e.Mul(scaled_by(e, y, alpha), e.Sub(e.like(1, share), share))))]
     return [e.Mul(e.Mul(dy, share), e.Sub(e.like(1, rest), rest))]
-
-
-def _times(e: Emitter, x: Value, number: float) -> Value:
-    return x if number == 1 else e.Mul(x, e.like(number, x))
 
 
 @decomposition("SwiGLU")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
@@ -66,8 +66,26 @@ def makes_multiples(e: Emitter) -> bool:
 
 def exchanges_matrices(perm: Sequence[int]) -> bool:
     """Whether an order of axes exchanges the last two and leaves the others."""
-    rank = len(perm)
-    return rank > 1 and list(perm) == [*range(rank - 2), rank - 1, rank - 2]
+    return len(perm) > 1 and list(perm) == _exchange(len(perm))
+
+
+def exchanged(e: Emitter, value: Value) -> Value:
+    """The last two axes exchanged."""
+    return e.transpose(value, _exchange(len(size_of(value))))
+
+
+def _exchange(rank: int) -> list[int]:
+    return [*range(rank - 2), rank - 1, rank - 2]
+
+
+def scaled_by(e: Emitter, value: Value, factor: float) -> Value:
+    """``value * factor``; itself where that is 1."""
+    return value if factor == 1 else e.Mul(value, e.like(factor, value))
+
+
+def given_attributes(op: Operator, *names: str) -> dict[str, Any]:
+    """Those of these attributes that an operator has."""
+    return {name: op.attrs[name] for name in names if name in op.attrs}
 
 
 def times(e: Emitter, base: Value, factor: float) -> Value:

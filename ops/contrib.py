@@ -18,6 +18,7 @@ from amp_transpiler.ir.reasons import Kind
 from amp_transpiler.ir.types import LIMITS
 from amp_transpiler.lists import keep_fp32
 from amp_transpiler.ops.attention import heads_apart, heads_together, positions_of, weigh
+from amp_transpiler.ops.common import given_attributes
 from amp_transpiler.ops.unit_norm import rms
 
 _MS = f"{DOMAIN}::"
@@ -45,16 +46,16 @@ def _transposed(d: Parts, x: Variable, which: str) -> Variable:
 
 @decomposition(_MS + "FusedGemm")
 def fused_gemm(d: Parts, op: Operator, a: Variable, b: Variable, c: Maybe = None) -> list[Variable]:
-    kept = {k: op.attrs[k] for k in ("alpha", "beta", "transA", "transB") if k in op.attrs}
-    names = ("activation_alpha", "activation_beta", "activation_gamma")
-    return [_activated(d, d.Gemm(a, b, c, **kept), [float(op.attrs[n]) for n in names if n in op.attrs])]
+    kept = given_attributes(op, "alpha", "beta", "transA", "transB")
+    numbers = given_attributes(op, "activation_alpha", "activation_beta", "activation_gamma")
+    return [_activated(d, d.Gemm(a, b, c, **kept), list(map(float, numbers.values())))]
 
 
 @decomposition(_MS + "FusedConv")
 def fused_conv(d: Parts, op: Operator, x: Variable, w: Variable, b: Maybe = None, z: Maybe = None) -> list[Variable]:
     """activation(conv(X) + Z)."""
-    names = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
-    y = d.Conv(x, w, b, **{k: op.attrs[k] for k in names if k in op.attrs})
+    kept = given_attributes(op, "auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
+    y = d.Conv(x, w, b, **kept)
     return [_activated(d, y if z is None else d.Add(y, z), list(op.attrs.get("activation_params", [])))]
 
 

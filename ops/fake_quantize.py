@@ -14,11 +14,12 @@ import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import constant_array
+from amp_transpiler.ir.infer import constant_array, one_element
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import gradient, own, traits
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import numpy_dtype
+from amp_transpiler.option_checks import listed
 
 TYPE = "FakeQuantize"
 _QUANTIZE, _DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
@@ -60,10 +61,9 @@ def stored_quantised(program: Graph) -> str:
     names = list(dict.fromkeys(v.name for v in read if v is not None and _is_stored(v)))
     if not names:
         return ""
-    listed = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return (
-        f"{listed}: stored as integers, not trained; what is trained is stored as floats, and a QuantizeLinear reads "
-        "it: export the model so"
+        f"{listed(names)}: stored as integers, not trained; what is trained is stored as floats, and a QuantizeLinear "
+        "reads it: export the model so"
     )
 
 
@@ -106,7 +106,7 @@ def _unlike(op: Operator) -> str:
         if not _equal(op.input(slot), before.input(slot)):
             return f"its {what} is not that of {made}"
     scale = before.input(1)
-    one = scale is not None and scale.shape is not None and all(size == 1 for size in scale.shape)
+    one = scale is not None and one_element(scale.shape)
     return "" if one or _along(op, before) == _along(before, before) else f"its axis is not that of {made}"
 
 

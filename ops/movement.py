@@ -20,6 +20,7 @@ from amp_transpiler.ops.channel_rows import exchanged, lies_in_rows, restored
 from amp_transpiler.ops.common import (
     Grads,
     exchanges_matrices,
+    given_attributes,
     integers,
     multiple,
     padded,
@@ -246,7 +247,7 @@ def tile(e: Emitter, op: Operator, dy: Value) -> Grads:
 
 @gradient("ReverseSequence", reads="x1 dy0", inputs=[0], native=True)
 def reverse_sequence(e: Emitter, op: Operator, lengths: Value, dy: Value) -> Grads:
-    axes = {name: op.attrs[name] for name in ("batch_axis", "time_axis") if name in op.attrs}
+    axes = given_attributes(op, "batch_axis", "time_axis")
     return [e.ReverseSequence(dy, lengths, shape=dy.shape, **axes), None]
 
 

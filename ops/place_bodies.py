@@ -17,7 +17,7 @@ import onnx
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.types import FLOATS
-from amp_transpiler.ops.common import size_of
+from amp_transpiler.ops.common import scaled_by, size_of
 from amp_transpiler.ops.einsum import labels_of, sizes_of, unrepeated
 from amp_transpiler.ops.elementwise import limited
 
@@ -292,7 +292,7 @@ def _gemm(
     turned = {name: attrs.get(name, 0) for name in ("transA", "transB")}
     if a.dtype in FLOATS or (alpha.is_integer() and beta.is_integer()):
         product = e.op("Gemm", a, b, alpha=alpha, **turned)
-        return [e.Add(product, c if beta == 1 else e.Mul(c, e.like(beta, c))) for c in added] or [product]
+        return [e.Add(product, scaled_by(e, c, beta)) for c in added] or [product]
     parts = [(e.op("Gemm", a, b, **turned), alpha), *((c, beta) for c in added)]
     return [e.cast(_added(e, [e.Mul(e.cast(v, "float32"), e.const(f, "float32")) for v, f in parts]), a.dtype)]
 

@@ -15,7 +15,7 @@ from amp_transpiler.ir.intervals import INF, Interval, Ranges, magnitude, same, 
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, lowering_rule, own, range_rule, traits
 from amp_transpiler.ir.reasons import Kind
-from amp_transpiler.ops.common import comparable, size_of
+from amp_transpiler.ops.common import comparable, given_attributes, size_of
 from amp_transpiler.ops.window import Window, window_by, window_of
 
 traits("MaxPool", "GlobalMaxPool", over="spatial", reduces="max", ignores="low", carries_large=True)
@@ -120,8 +120,8 @@ def _max_pool_on_cpu(e: Emitter, op: Operator, window: Window, x: Value, y: Valu
 
 def _max_pool_indices(e: Emitter, op: Operator, x: Value) -> Value:
     """The position of each maximum in the flattened input, by the very MaxPool that ran forward."""
-    names = ("kernel_shape", "strides", "dilations", "pads", "auto_pad", "ceil_mode")
-    indices = e.op("MaxPool", x, outputs=2, **{name: op.attrs[name] for name in names if name in op.attrs})[1]
+    kept = given_attributes(op, "kernel_shape", "strides", "dilations", "pads", "auto_pad", "ceil_mode")
+    indices = e.op("MaxPool", x, outputs=2, **kept)[1]
     return Value(indices.name, "int64", indices.shape)
 
 

@@ -12,7 +12,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import gradient, traits
 from amp_transpiler.ops.attention import heads_apart, heads_together, positions_of
-from amp_transpiler.ops.common import Grads, size_of
+from amp_transpiler.ops.common import Grads, given_attributes, size_of
 
 Maybe = Variable | None
 #: The operator as onnxruntime has it at every opset.
@@ -100,7 +100,7 @@ def rotary_embedding_gradient(e: Emitter, op: Operator, positions: Value, cos: V
     if key not in e.shared:
         e.shared[key] = (e.cast(e.Neg(sin), dy.dtype),)
     cos, (back,) = e.cast(cos, dy.dtype), e.shared[key]
-    attrs = {name: op.attrs[name] for name in _ATTRIBUTES if name in op.attrs}
+    attrs = given_attributes(op, *_ATTRIBUTES)
     return [e.op("RotaryEmbedding", dy, positions, cos, back, domain=DOMAIN, shape=size_of(dy), **attrs)]
 
 

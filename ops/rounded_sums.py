@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ops.common import padded, size_of
+from amp_transpiler.ops.common import padded, scaled_by, size_of
 from amp_transpiler.ops.conv import transposed_window
 from amp_transpiler.ops.einsum import labels_of, sizes_of
 from amp_transpiler.ops.pool import window_by_runtime, window_counts
@@ -135,12 +135,8 @@ def _gemm(
     right = e.transpose(b, [1, 0]) if attrs.get("transB") else b
     count = size_of(left)[0]
     values = [e.reshape(left, (count, shape[0], 1)), e.reshape(right, (count, 1, shape[1]))]
-    total = _ORDERS[order](e, values, lambda x, y: e.Mul(x, y, shape=shape), shape)
-    if alpha != 1:
-        total = e.Mul(total, e.like(alpha, total))
-    if c is None:
-        return total
-    return e.Add(total, c if beta == 1 else e.Mul(c, e.like(beta, c)), shape=shape)
+    total = scaled_by(e, _ORDERS[order](e, values, lambda x, y: e.Mul(x, y, shape=shape), shape), alpha)
+    return total if c is None else e.Add(total, scaled_by(e, c, beta), shape=shape)
 
 
 @rounded_sum("Einsum")

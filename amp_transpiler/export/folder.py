@@ -24,11 +24,16 @@ from amp_transpiler.runtime.checkpoint.writing import META, TENSORS, checksum, f
 _WORTH = 1024
 
 
+def given_path(given: Any, call: str, what: str) -> Path:
+    """What was given as a path; ArgumentTypeError where it is none."""
+    if not isinstance(given, (str, os.PathLike)) or not str(given) or "\0" in str(given):
+        raise ArgumentTypeError(f"{call} takes {what}, got {given!r:.200}")
+    return Path(given)
+
+
 def checked_folder(folder: Any, call: str, overwrite: bool) -> Path:
     """Where an exported step is written. ArgumentError where something is there that must stay."""
-    if not isinstance(folder, (str, os.PathLike)) or not str(folder) or "\0" in str(folder):
-        raise ArgumentTypeError(f"{call} takes a folder first, got {folder!r}")
-    path = Path(folder)
+    path = given_path(folder, call, "a folder first")
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         kind = "a symbolic link" if path.is_symlink() else "a file"
         raise ArgumentError(f"{call}: '{path}' is {kind}; name a new folder, or one that holds an exported step")

@@ -11,6 +11,7 @@ from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.passes.lowering.lowered import needed
 from amp_transpiler.passes.view.training_step import TrainingStep, training_step
 from amp_transpiler.program import Program
+from amp_transpiler.runtime.plan import names_of
 
 CALL = "export_training"
 
@@ -55,14 +56,14 @@ def step_programs(
                 f"{CALL}: test program '{test.name}' has no variable '{name}', the loss of program '{program.name}'; "
                 "give one that computes the loss under the same name, or none"
             )
-    found = names_of(outputs, test, "outputs") if outputs is not None else predictions(test, losses)
+    found = known_names(outputs, test, "outputs") if outputs is not None else predictions(test, losses)
     if not found:
         raise ArgumentError(
             f"{CALL}: what program '{program.name}' predicts is not to be told from its loss; name it: outputs=[…]"
         )
     rates = [rate for rate in step.learning_rates if not rate.persistable]
     told = tuple(v.name for v in (step.found_inf, *rates) if v is not None)
-    more = names_of(fetch_list, program, "fetch_list")
+    more = known_names(fetch_list, program, "fetch_list")
     state = next((name for name in (*more, *found) if program.has_var(name) and program.var(name).persistable), None)
     if state is not None:
         raise ArgumentError(f"{CALL}: '{state}' is state, which is in the folder anyhow; leave it out")
@@ -73,21 +74,15 @@ def step_programs(
     return StepPrograms(program, step, tuple(fetches), told, losses, test, found)
 
 
-def names_of(given: Sequence[Variable | str], program: Program, argument: str) -> tuple[str, ...]:
+def known_names(given: Sequence[Variable | str], program: Program, argument: str) -> tuple[str, ...]:
     """The names of variables of ``program``; ArgumentTypeError, GraphError for what are none."""
-    if isinstance(given, (str, Variable)) or not isinstance(given, Sequence):
-        raise ArgumentTypeError(f"{CALL}: {argument} is a list of variables or names; got {given!r}")
-    names = []
-    for one in given:
-        name = one.name if isinstance(one, Variable) else one
-        if not isinstance(name, str):
-            raise ArgumentTypeError(f"{CALL}: {argument} holds variables or names, got {name!r}")
+    names = tuple(dict.fromkeys(names_of(given, f"{CALL}: {argument}")))
+    for name in names:
         try:
             program.var(name)
         except GraphError as error:
             raise GraphError(f"{CALL}: {argument}: {error}") from None
-        names.append(name)
-    return tuple(dict.fromkeys(names))
+    return names
 
 
 def predictions(test: Program, losses: Sequence[str]) -> tuple[str, ...]:

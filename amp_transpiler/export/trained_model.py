@@ -12,7 +12,8 @@ from typing import Any, BinaryIO
 
 import onnx
 
-from amp_transpiler.errors import ArgumentError, ArgumentTypeError, CheckpointMismatchError, ModelFileError
+from amp_transpiler.errors import ArgumentError, CheckpointMismatchError, ModelFileError
+from amp_transpiler.export.folder import given_path
 from amp_transpiler.export.manifest import FORMAT, MANIFEST, VERSION
 from amp_transpiler.files import Write, check_outputs, put, write_files
 from amp_transpiler.ir.serializing import serialized
@@ -43,7 +44,7 @@ def write_trained_model(folder: PathLike, path: PathLike, checkpoint: PathLike |
             another program. ArgumentError: outputs that cannot be served without this package, ``path`` is an input.
         ModelFileWriteError: the file cannot be written.
     """
-    home, target = _path(folder, "a folder first"), _path(path, "a path second")
+    home, target = given_path(folder, CALL, "a folder first"), given_path(path, CALL, "a path second")
     said = _manifest(home)
     serving = said["serving"]
     if serving is None:
@@ -55,7 +56,7 @@ def write_trained_model(folder: PathLike, path: PathLike, checkpoint: PathLike |
         raise ModelFileError(f"{CALL}: '{home / MANIFEST}' is damaged: where weights lie is not told; export it again")
     for name in filter(None, (serving["file"], serving["data"])):
         _check(home / name, said["files"][name])
-    source = chosen_checkpoint(home if checkpoint is None else _path(checkpoint, "a checkpoint third"))
+    source = chosen_checkpoint(home if checkpoint is None else given_path(checkpoint, CALL, "a checkpoint third"))
     inputs = {"folder": [home], "checkpoint": [source]}
     data = Path(f"{target}.data") if serving["data"] else None
     check_outputs({"path": target, "data": data}, inputs)
@@ -163,9 +164,3 @@ def _located(content: bytes, data: str) -> bytes:
 
 def _shown(kind: tuple[str, list[int]] | str) -> str:
     return kind if isinstance(kind, str) else f"{kind[0]} {kind[1]}"
-
-
-def _path(given: Any, what: str) -> Path:
-    if not isinstance(given, (str, os.PathLike)) or not str(given) or "\0" in str(given):
-        raise ArgumentTypeError(f"{CALL} takes {what}, got {given!r:.200}")
-    return Path(given)

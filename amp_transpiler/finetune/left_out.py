@@ -10,6 +10,7 @@ from amp_transpiler.ir.parameter_names import made_up
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.ir.weights import FREQUENCIES, ONE_NUMBER, PLACES, not_a_weight
 from amp_transpiler.ops.fake_quantize import stored_quantised
+from amp_transpiler.option_checks import listed
 from amp_transpiler.program import Program
 
 #: Where a learned scale or temperature is read, or its logarithm.
@@ -40,7 +41,7 @@ def numbers_left(program: Program, gone: Sequence[str]) -> list[str]:
     left = [*gone, *named_numbers(program)]
     if not left:
         return []
-    return [f"{_some(left)}: single numbers, not trained; name in trainable what the model learns of them"]
+    return [f"{listed(left)}: single numbers, not trained; name in trainable what the model learns of them"]
 
 
 def counted_left(program: Program) -> list[str]:
@@ -56,7 +57,7 @@ def counted_left(program: Program) -> list[str]:
     if not left:
         return []
     said = "counted numbers, as places and frequencies are, not trained; name in trainable what is learned"
-    return [f"{_some(left)}: {said}"]
+    return [f"{listed(left)}: {said}"]
 
 
 def integers_left(program: Program) -> list[str]:
@@ -72,7 +73,3 @@ def drawn_by_runtime(program: Program) -> list[str]:
         "do resumed ones; feed the numbers where they are to"
         for op in drawn[:1]
     ]
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:3])) + ", …" * (len(names) > 3)

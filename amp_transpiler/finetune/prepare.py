@@ -37,6 +37,7 @@ from amp_transpiler.finetune.train_mode import (
     train_dropout,
 )
 from amp_transpiler.ir.annotate import annotate
+from amp_transpiler.ir.infer import differ
 from amp_transpiler.ir.metadata import FULL, INITIALIZER
 from amp_transpiler.ir.nodes import BACKWARD, FORWARD, OWN, Operator, Variable
 from amp_transpiler.ir.parameter_names import names_of_parameter
@@ -273,10 +274,7 @@ def _fix(
         variable = _input(program, name, "feed_shapes")
         sizes = tuple(shape)
         declared = variable.shape
-        if declared is not None and (
-            len(declared) != len(sizes)
-            or any(isinstance(d, int) and isinstance(s, int) and d != s for d, s in zip(declared, sizes, strict=False))
-        ):
+        if declared is not None and differ(declared, sizes):
             raise ArgumentError(f"feed_shapes: {list(sizes)} does not fit input '{name}' of shape {list(declared)}")
         known = declared or (None,) * len(sizes)
         variable.shape = tuple(s if isinstance(s, int) else d or s for s, d in zip(sizes, known, strict=True))

@@ -15,6 +15,7 @@ from amp_transpiler.finetune.layer_names import called, is_vector, module_of, na
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.parameter_names import made_up
 from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.option_checks import listed
 from amp_transpiler.program import Program
 
 #: Operators by which a module may read several parameters: scales of its branches, tokens.
@@ -98,9 +99,8 @@ def shared_by_layers(program: Program) -> list[str]:
     shared = [v.name for v in program.parameters if _is_shared(v)]
     if not shared:
         return []
-    named = ", ".join(f"'{name}'" for name in shared[:3]) + ", …" * (len(shared) > 3)
     return [
-        f"read by several layers, as the model has it, and trained as one parameter: {named} ({len(shared)} in all). "
+        f"read by several layers, as the model has it, and trained as one parameter: {listed(shared)}. "
         "Where that is not meant, export weights that differ"
     ]
 

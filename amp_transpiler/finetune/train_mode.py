@@ -13,7 +13,7 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.patterns import matching
 from amp_transpiler.ops.training.random import MASK_ID
 from amp_transpiler.ops.training.seeds import rng_state
-from amp_transpiler.option_checks import choice, is_real
+from amp_transpiler.option_checks import choice, is_real, listed
 from amp_transpiler.program import Program
 
 #: In names of what TensorFlow's exporter makes of batch normalisations. Keras 2 computes other norms likewise.
@@ -85,9 +85,8 @@ def _written_out(program: Program) -> list[str]:
     names = [v.name for v in program.parameters if _BATCH_NORM.search(v.name) and not _OTHER_NORM.search(v.name)]
     if not names or any(op.type == "BatchNormalization" for op in program.operators):
         return []
-    named = ", ".join(map(repr, names[:3])) + ", …" * (len(names) > 3)
     return [
-        f"{named}: of batch normalisations that the exporter wrote out or folded. They do not train with the "
+        f"{listed(names)}: of batch normalisations that the exporter wrote out or folded. They do not train with the "
         "statistics of the batch; what is left of them trains as scale and shift"
     ]
 

@@ -78,6 +78,17 @@ def static(shape: Shape | None) -> tuple[int, ...] | None:
     return tuple(int(d) for d in shape)  # type: ignore[arg-type]
 
 
+def differ(one: Shape, other: Shape) -> bool:
+    """Whether two shapes are known not to be one: they have other ranks, or an axis of other sizes."""
+    sizes = zip(one, other, strict=False)
+    return len(one) != len(other) or any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in sizes)
+
+
+def one_element(shape: Shape | None) -> bool:
+    """Whether a tensor of this shape is known to hold one number."""
+    return shape is not None and all(size == 1 for size in shape)
+
+
 def constant_array(variable: Variable) -> np.ndarray | None:
     """The content of a small constant; None of what is none or is large, and of what may hold something else in a run:
     parameters, other state, and initializers that are inputs."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
 from amp_transpiler.ir import context
+from amp_transpiler.ir.infer import one_element
 from amp_transpiler.ir.nodes import FORWARD, OWN, UPDATE, Variable
 from amp_transpiler.ir.patterns import matching_names
 from amp_transpiler.ops.training.monitor import INSPECT, SUMMARY
@@ -72,7 +73,7 @@ def _losses(program: Program, loss: Any) -> list[Variable]:
         raise ArgumentTypeError(f"StepReports: loss is {loss!r}; expected a variable or name, or a list of them")
     found = [program.var(item if isinstance(item, str) else item.name) for item in items]
     for variable in found:
-        if variable.shape is None or any(size != 1 for size in variable.shape):
+        if not one_element(variable.shape):
             raise ArgumentError(f"StepReports: loss '{variable.name}' has shape {variable.shape}; expected one number")
     return found
 

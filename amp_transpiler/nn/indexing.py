@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.ir.infer import differ
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import HALF, INTEGERS, ONNX_TYPES, element_type
 from amp_transpiler.nn.building import (
@@ -237,8 +238,7 @@ def item(x: Variable, key: Any) -> Variable:
 def _where_true(call: str, x: Variable, mask: Variable) -> Variable:
     """``x[mask]``."""
     sizes, whole = variable(call, "mask", mask, min_rank=1).shape or (), x.shape or ()
-    pairs = zip(sizes, whole, strict=False)
-    if len(sizes) > len(whole) or any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in pairs):
+    if differ(sizes, whole[: len(sizes)]):
         raise ArgumentError(f"{call}: {describe(mask)} is no mask of the first dimensions of {describe(x)}")
     return _selected(call, x, mask)
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError
+from amp_transpiler.ir.infer import differ
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.nn.building import FLOATING, append, constant, describe, fresh, real, variable
@@ -22,10 +23,8 @@ def _alike(call: str, input: Variable, label: Variable, reduction: str) -> str:
     variable(call, "label", label, dtypes=FLOATING)
     check_reduction(call, reduction)
     a, b = input.shape, label.shape
-    if a is not None and b is not None:
-        sizes = zip(a, b, strict=False)
-        if len(a) != len(b) or any(isinstance(p, int) and isinstance(q, int) and p != q for p, q in sizes):
-            raise ArgumentError(f"{call}: input {describe(input)} and label {describe(label)} must have one shape")
+    if a is not None and b is not None and differ(a, b):
+        raise ArgumentError(f"{call}: input {describe(input)} and label {describe(label)} must have one shape")
     return fresh(call)
 
 

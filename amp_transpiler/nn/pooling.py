@@ -14,7 +14,7 @@ from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.nn.building import append, constant, flag, fresh, real
 from amp_transpiler.nn.calls import function
-from amp_transpiler.nn.windows import Image, Padding, Sizes, check_fit, image, numbers, padding
+from amp_transpiler.nn.windows import Image, Padding, Sizes, check_fit, image, numbers, padding, per_axis
 
 
 def _pool(
@@ -148,7 +148,7 @@ def _adaptive(call: str, mean: bool, rank: int, x: Variable, output_size: Any, d
 
 def _wanted(at: Image, output_size: Any, rank: int) -> list[int | None]:
     """The size of each axis; None for that of the image."""
-    items = list(output_size) if isinstance(output_size, (list, tuple)) else [output_size] * rank
+    items = per_axis(output_size, rank)
     given = iter(numbers(at.call, "output_size", [1 if item is None else item for item in items], rank))
     return [None if item is None else size for item, size in zip(items, given, strict=True)]
 

@@ -25,7 +25,7 @@ from amp_transpiler.nn.building import (
 )
 from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.pooling import adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d
-from amp_transpiler.nn.windows import LAYOUTS, image, numbers
+from amp_transpiler.nn.windows import LAYOUTS, image, numbers, per_axis
 from amp_transpiler.option_checks import choice
 
 Pair = int | Sequence[int]
@@ -81,8 +81,7 @@ def interpolate(
         lead = append(call, "Shape", [y], attrs={"start": 0, "end": 2}, prefix=prefix)
         inputs = [y, None, None, append(call, "Concat", [lead, sizes], attrs={"axis": 0}, prefix=prefix)]
     else:
-        given = list(scale_factor) if isinstance(scale_factor, (list, tuple)) else [scale_factor] * rank
-        factors = [real(call, "scale_factor", factor) for factor in given]
+        factors = [real(call, "scale_factor", factor) for factor in per_axis(scale_factor, rank)]
         if len(factors) != rank or min(factors) <= 0:
             raise ArgumentError(f"{call}: scale_factor={scale_factor!r} must be a number above 0, or {rank} of them")
         inputs = [y, None, np.array([1, 1, *factors], np.float32)]

@@ -80,9 +80,14 @@ def channels_last(call: str, data_format: str | None, rank: int, argument: str =
     return data_format == names[1]
 
 
+def per_axis(value: Any, rank: int) -> list[Any]:
+    """What was given for each axis, or once for all."""
+    return list(value) if isinstance(value, (list, tuple)) else [value] * rank
+
+
 def numbers(call: str, argument: str, value: Any, rank: int, minimum: int = 1) -> list[int]:
     """One integer for every axis, or one for each of ``rank``, as ``rank`` of them."""
-    items = list(value) if isinstance(value, (list, tuple)) else [value] * rank
+    items = per_axis(value, rank)
     if len(items) != rank:
         raise ArgumentError(f"{call}: {argument} must be one integer{_MORE[rank]}, not {value!r}")
     return [whole(call, argument, item, minimum) for item in items]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from amp_transpiler.errors import ArgumentError
+from amp_transpiler.ir.infer import one_element
 from amp_transpiler.ir.nodes import OWN, Operator, Variable
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.passes.view.constants import constant_content
@@ -60,7 +61,7 @@ def _scaled(op: Operator) -> Variable | None:
 
 
 def _is_number(variable: Variable | None) -> bool:
-    return variable is not None and variable.shape is not None and all(size == 1 for size in variable.shape)
+    return variable is not None and one_element(variable.shape)
 
 
 def _clipped(op: Operator) -> Variable | None:

@@ -13,7 +13,7 @@ from amp_transpiler.ir.parameter_names import names_of_parameter
 from amp_transpiler.ir.patterns import matching_names
 from amp_transpiler.ir.settings import UpdateSettings, settings_of
 from amp_transpiler.optimizer.gradient_clip import GradientClip
-from amp_transpiler.option_checks import is_finite
+from amp_transpiler.option_checks import is_finite, listed
 from amp_transpiler.passes.autodiff.backward import listed_parameters
 from amp_transpiler.program import Program
 from amp_transpiler.regularizer import Decay, L1Decay, L2Decay, checked_decay
@@ -127,13 +127,12 @@ def assigned(owner: str, groups: Sequence[Group], program: Program, given: Seque
                 )
     left = dict.fromkeys(p.name for p in [*program.parameters, *given] if p.key not in found)
     if left:
-        some = ", ".join(f"'{name}'" for name in list(left)[:5]) + (", …" if len(left) > 5 else "")
         _log.info(
             "%s does not train %d parameters of program '%s' that are in none of its groups: %s",
             owner,
             len(left),
             program.name,
-            some,
+            listed(left, 5),
         )
     return {parameter.key: found[parameter.key] for parameter in given if parameter.key in found}
 

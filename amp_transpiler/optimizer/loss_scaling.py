@@ -7,6 +7,7 @@ from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir import context
+from amp_transpiler.ir.infer import one_element
 from amp_transpiler.ir.nodes import OWN, SCALING, Operator, Variable
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.lists.paddle import paddle_arguments
@@ -180,5 +181,5 @@ def _gradients(owner: str, grads: Any) -> Program:
 def _one_element(name: str, variable: Any, dtype: str) -> None:
     if not isinstance(variable, Variable) or variable.dtype != dtype:
         raise ArgumentTypeError(f"{name} is {variable!r}; expected a variable of element type {dtype}")
-    if variable.shape is None or any(size != 1 for size in variable.shape):
+    if not one_element(variable.shape):
         raise ArgumentError(f"{name} '{variable.name}' has shape {variable.shape}; expected one element")

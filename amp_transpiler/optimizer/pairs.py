@@ -6,11 +6,13 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError
+from amp_transpiler.ir.infer import differ
 from amp_transpiler.ir.nodes import OWN, Variable
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.ops.training.all_reduce import ALL_REDUCE
 from amp_transpiler.ops.training.scaling import CHECK
 from amp_transpiler.optimizer.given_rows import keep_rows
+from amp_transpiler.option_checks import listed
 from amp_transpiler.program import Program, program_of
 from amp_transpiler.warn import warn_user
 
@@ -124,10 +126,8 @@ def checked_pairs(params_grads: ParamsGrads) -> Program:
 def _check_fit(parameter: Variable, grad: Variable) -> None:
     """ArgumentError where a gradient is known not to be one of the parameter, by its type or shape."""
     whole, given = parameter.shape, grad.shape
-    same = grad.rows is not None or whole is None or given is None or len(whole) == len(given)
-    if same and grad.rows is None and whole is not None and given is not None:
-        same = all(a == b or not (isinstance(a, int) and isinstance(b, int)) for a, b in zip(whole, given, strict=True))
-    if not same or grad.dtype not in (None, *FLOATS):
+    other = grad.rows is None and whole is not None and given is not None and differ(whole, given)
+    if other or grad.dtype not in (None, *FLOATS):
         raise ArgumentError(
             f"gradient {_typed(grad)} does not fit parameter {_typed(parameter)}: it is a float tensor of its shape"
         )
@@ -141,10 +141,10 @@ def warn_untrained(wanted: Sequence[Variable], params_grads: ParamsGrads, no_gra
     """One warning that names the ``wanted`` parameters without a gradient, those of ``no_grad_set`` left out."""
     left = {item.name if isinstance(item, Variable) else item for item in no_grad_set or ()}
     left |= {parameter.name for parameter, _ in params_grads}
-    names = [f"'{parameter.name}'" for parameter in wanted if parameter.name not in left]
+    names = [parameter.name for parameter in wanted if parameter.name not in left]
     if names:
-        some = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
         warn_user(
-            f"trainable parameters get no gradient from this loss, and are not updated: {some}. Where that is meant, "
-            "create them with trainable=False, name those to train in parameter_list, or freeze them (--freeze)"
+            f"trainable parameters get no gradient from this loss, and are not updated: {listed(names, 10)}. Where "
+            "that is meant, create them with trainable=False, name those to train in parameter_list, or freeze them "
+            "(--freeze)"
         )

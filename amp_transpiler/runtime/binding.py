@@ -20,6 +20,7 @@ from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.lists import place_traits
 from amp_transpiler.ops.training.remaining import REMAINING
+from amp_transpiler.option_checks import listed
 from amp_transpiler.passes.lowering.exchanges import has_exchanges
 from amp_transpiler.passes.lowering.in_place import inputs_within, refusals
 from amp_transpiler.passes.lowering.lowered import Lowered, Port
@@ -370,8 +371,7 @@ def half_done(names: Sequence[str]) -> str:
     """What to say where a run failed that updates these variables in place."""
     if not names:
         return ""
-    some = ", ".join(f"'{name}'" for name in names[:3]) + (" …" if len(names) > 3 else "")
-    return f". Variables that are updated in place may have been updated before it failed: {some}"
+    return f". Variables that are updated in place may have been updated before it failed: {listed(names)}"
 
 
 def failure(error: Exception) -> str:

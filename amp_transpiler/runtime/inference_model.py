@@ -16,6 +16,7 @@ from amp_transpiler.passes.numerics.one_type_norms import write_norms_of_one_typ
 from amp_transpiler.program import Program, default_main_program, program_of
 from amp_transpiler.runtime.executor import Executor
 from amp_transpiler.runtime.given_executor import given_executor
+from amp_transpiler.runtime.plan import names_of
 from amp_transpiler.runtime.scope import Scope, check_scope
 
 Variables = Sequence[Variable | str]
@@ -83,12 +84,7 @@ def load_inference_model(
 
 
 def _names(variables: Variables, what: str) -> list[str]:
-    if isinstance(variables, (str, Variable)) or not isinstance(variables, Sequence):
-        raise ArgumentTypeError(f"{what} is a list of variables or names, got {variables!r}; write [{variables!r}]")
-    names = [v.name if isinstance(v, Variable) else v for v in variables]
-    for name in names:
-        if not isinstance(name, str):
-            raise ArgumentTypeError(f"{what} holds variables or names, got {name!r}")
+    names = list(names_of(variables, what))
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ArgumentError(f"{what} names '{twice}' twice")

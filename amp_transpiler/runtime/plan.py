@@ -142,22 +142,22 @@ def _fetched(program: Program, name: str) -> Variable:
     return variable
 
 
+def names_of(items: Any, what: str, none: str = "") -> tuple[str, ...]:
+    """The names in a list of variables and names; ArgumentTypeError for what is none, with ``none`` where it holds
+    None."""
+    if isinstance(items, (str, Variable)) or not isinstance(items, Sequence):
+        raise ArgumentTypeError(f"{what} is a list of variables or names; got {items!r}, write [{items!r}]")
+    names = tuple(item.name if isinstance(item, Variable) else item for item in items)
+    for name in names:
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"{what} holds variables or names, got {name!r}{none if name is None else ''}")
+    return names
+
+
 def fetch_names(fetch_list: Sequence[Variable | ReportRequest | str] | None) -> tuple[str, ...]:
     """The names of what is fetched. ArgumentTypeError for what is no list of variables and names."""
-    if fetch_list is None:
-        return ()
-    if isinstance(fetch_list, (str, Variable)) or not isinstance(fetch_list, Sequence):
-        raise ArgumentTypeError(
-            f"fetch_list is a list of variables or names; got {fetch_list!r}, write [{fetch_list!r}]"
-        )
-    names = []
-    for item in fetch_list:
-        name = item.name if isinstance(item, Variable) else item
-        if not isinstance(name, str):
-            none = ". get_found_inf() gives None where gradients are not checked: float16 with a static loss scale of 1"
-            raise ArgumentTypeError(f"fetch_list holds variables or names, got {name!r}{none if name is None else ''}")
-        names.append(name)
-    return tuple(names)
+    none = ". get_found_inf() gives None where gradients are not checked: float16 with a static loss scale of 1"
+    return () if fetch_list is None else names_of(fetch_list, "fetch_list", none)
 
 
 def given_program(program: Program | None) -> Program:

@@ -12,11 +12,7 @@ from dataclasses import dataclass
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ops.common import size_of
-
-
-def _scaled(e: Emitter, x: Value, factor: float) -> Value:
-    return x if factor == 1 else e.Mul(x, e.like(factor, x))
+from amp_transpiler.ops.common import scaled_by, size_of
 
 
 def _shifted(e: Emitter, x: Value, number: float) -> Value:
@@ -41,7 +37,7 @@ def _positive(e: Emitter, x: Value) -> Value:
 
 
 def _hard(e: Emitter, x: Value, a: float, b: float) -> Value:
-    line = _shifted(e, _scaled(e, x, a), b)
+    line = _shifted(e, scaled_by(e, x, a), b)
     return e.Max(e.Min(line, e.like(1, x)), e.like(0, x))
 
 
@@ -66,7 +62,7 @@ _KINDS: dict[str, _Kind] = {
     "tanh": _Kind(lambda e, x, a, b: e.Tanh(x), lambda e, x, y, a, b: _one_minus(e, _squared(e, y))),
     "relu": _Kind(lambda e, x, a, b: e.Relu(x), lambda e, x, y, a, b: _where(e, _positive(e, x), 1, 0, x)),
     "affine": _Kind(
-        lambda e, x, a, b: _shifted(e, _scaled(e, x, a), b),
+        lambda e, x, a, b: _shifted(e, scaled_by(e, x, a), b),
         lambda e, x, y, a, b: e.Expand(e.like(a, x), e.ints(*size_of(x)), shape=x.shape),
         0.0,
         0.0,
@@ -82,8 +78,8 @@ _KINDS: dict[str, _Kind] = {
         0.0,
     ),
     "scaledtanh": _Kind(
-        lambda e, x, a, b: _scaled(e, e.Tanh(_scaled(e, x, b)), a),
-        lambda e, x, y, a, b: _scaled(e, _one_minus(e, _squared(e, e.Tanh(_scaled(e, x, b)))), a * b),
+        lambda e, x, a, b: scaled_by(e, e.Tanh(scaled_by(e, x, b)), a),
+        lambda e, x, y, a, b: scaled_by(e, _one_minus(e, _squared(e, e.Tanh(scaled_by(e, x, b)))), a * b),
         0.0,
         0.0,
     ),

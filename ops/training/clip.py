@@ -15,7 +15,7 @@ from amp_transpiler.ops.training.all_reduce import ALL_REDUCE
 from amp_transpiler.ops.training.dealt_gradients import rescaled_part
 from amp_transpiler.ops.training.exchange import exchanged
 from amp_transpiler.ops.training.rows import joined, parts, rows_of
-from amp_transpiler.ops.training.scaling import master_type, rescaled
+from amp_transpiler.ops.training.scaling import master_type, rescaled, summed_up
 
 GLOBAL_NORM, NORM, VALUE = "ClipGradByGlobalNorm", "ClipGradByNorm", "ClipGradByValue"
 CLIPS = frozenset({GLOBAL_NORM, NORM, VALUE})
@@ -62,7 +62,7 @@ def _by_global_norm(e: Emitter, op: Operator, *grads: Value) -> list[Value]:
     def clip(wide: list[Value]) -> list[Value]:
         first = [rows.numbers[0] for rows in rows_of(e, op, len(grads))]
         squares = [e.cast(_square(e, op, number, g), "float32") for number, g in zip(first, wide, strict=True)]
-        factor = _factor(e, squares[0] if len(squares) == 1 else e.op("Sum", *squares, shape=()), op.attrs["clip_norm"])
+        factor = _factor(e, summed_up(e, squares), op.attrs["clip_norm"])
         return [rescaled(e, g, factor) for g in wide]
 
     return _clipped(e, op, grads, clip)

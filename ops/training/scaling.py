@@ -207,8 +207,7 @@ def _check_finite_and_unscale(e: Emitter, op: Operator, scale: Value, *grads: Va
             unscaled[number] = part if few is None else remember_rows(e, part, *few)
             if rows.shapes and before_unscaling(new) in e.shared:
                 e.shared[alone(part)] = (was, inverse)
-    found_inf = e.IsNaN(zeros[0] if len(zeros) == 1 else e.op("Sum", *zeros, shape=()), shape=())
-    found_inf = e.reshape(found_inf, (1,))
+    found_inf = e.reshape(e.IsNaN(summed_up(e, zeros), shape=()), (1,))
     if op.attrs.get("over_ranks", 0):
         found_inf = e.cast(exchanged(e, ALL_REDUCE, [e.cast(found_inf, "int32")], op="max")[0], "bool")
     return [found_inf, *(value for value in unscaled if value is not None)]
@@ -221,6 +220,11 @@ def scaled(e: Emitter, gradient: Value) -> tuple[Value, Value | None]:
     """
     found = e.shared.get(before_unscaling(gradient))
     return (gradient, None) if found is None else (found[0], found[1])
+
+
+def summed_up(e: Emitter, numbers: Sequence[Value]) -> Value:
+    """The sum of scalars of one type."""
+    return numbers[0] if len(numbers) == 1 else e.op("Sum", *numbers, shape=())
 
 
 def unscaled(e: Emitter, raw: Value, inverse: Value) -> Value:
@@ -340,7 +344,7 @@ def _count_bad_steps(
         return e.op("Where", stops, e.const(0, "int32"), longer, shape=count.shape)
 
     sums = [e.cast(e.reduce_sum(loss), "float32") for loss in losses]
-    total = sums[0] if len(sums) == 1 else e.op("Sum", *sums, shape=())
+    total = summed_up(e, sums)
     loss_is_finite = e.Equal(e.Mul(total, e.like(0, total), shape=()), e.like(0, total), shape=())
     counts: list[Value | None] = [run(finite, in_a_row), run(loss_is_finite, loss_in_a_row), None]
     if scale is not None and bad is not None and at_floor is not None:

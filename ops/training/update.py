@@ -27,6 +27,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.flat import Rows
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import Slots, lowering_rule, own, slots_of
+from amp_transpiler.ops.common import scaled_by
 from amp_transpiler.ops.training.branches import chosen
 from amp_transpiler.ops.training.chunks import by_chunks
 from amp_transpiler.ops.training.dealt_gradients import joined_gradients
@@ -238,8 +239,7 @@ def _decay(op: Operator, index: int, attribute: str) -> float:
 
 def _rescaled(e: Emitter, op: Operator, gradient: Value) -> Value:
     """The gradient times ``rescale_grad``."""
-    factor = float(op.attrs.get("rescale_grad", 1))
-    return gradient if factor == 1 else e.Mul(gradient, e.like(factor, gradient))
+    return scaled_by(e, gradient, float(op.attrs.get("rescale_grad", 1)))
 
 
 def decayed(e: Emitter, op: Operator, index: int, gradient: Value, master: Value) -> Value:

@@ -12,7 +12,7 @@ from amp_transpiler.errors import ArgumentTypeError, GradientError, GraphError
 from amp_transpiler.ir import context
 from amp_transpiler.ir.decompose import decompose_operator, has_decomposition
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import declare_outputs
+from amp_transpiler.ir.infer import declare_outputs, one_element
 from amp_transpiler.ir.nodes import BACKWARD, OWN, Operator, Variable
 from amp_transpiler.ir.opdef import Gradient, entry, gradient_type, lookup, lowering_rule_of, own, traits_of
 from amp_transpiler.ir.parameter_names import names_of_parameter
@@ -93,7 +93,7 @@ def check_loss(loss: Variable) -> Graph:
         raise ArgumentTypeError(f"loss must be a Variable, not {type(loss).__name__}")
     if loss.dtype not in FLOATS:
         raise GradientError(f"loss '{loss.name}' has element type {loss.dtype}; a loss is a float")
-    if loss.shape is None or any(d != 1 for d in loss.shape):
+    if not one_element(loss.shape):
         shape = "unknown" if loss.shape is None else list(loss.shape)
         raise GradientError(
             f"loss '{loss.name}' has shape {shape}; a loss is a scalar. Reduce it first, for example with "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.infer import one_element
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.passes.canonicalize.matching import drop_unread
@@ -61,7 +62,7 @@ def _selects(reader: Operator, slot: object, rows: Variable) -> bool:
     if reader.full_type != "Where" or slot != 0 or reader.inputs[2] is not rows or reader.outputs[0] is None:
         return False
     other = reader.inputs[1]
-    return other is not None and other.shape is not None and all(size == 1 for size in other.shape)
+    return other is not None and one_element(other.shape)
 
 
 def _is_finite(variable: Variable | None, steps: int) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from amp_transpiler.ir.infer import constant_array
+from amp_transpiler.ir.infer import constant_array, one_element
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.passes.canonicalize.matching import added_axes, added_number, maker, only_reader
@@ -102,7 +102,7 @@ def repeats(variable: Variable, pairs: bool, steps: int = _STEPS) -> bool:
         alone = int(op.attrs["axis"]) in (-1, len(shape) - 1) and len(op.inputs) == 2
         return not pairs and alone and op.inputs[0] is op.inputs[1]
     if op.type == "Mul":
-        return all(v is not None and (_is_one_number(v) or repeats(v, pairs, steps - 1)) for v in op.inputs)
+        return all(v is not None and (one_element(v.shape) or repeats(v, pairs, steps - 1)) for v in op.inputs)
     source = op.input(0)
     if op.type not in _OF_REPEATED or source is None:
         return False
@@ -166,7 +166,3 @@ def _has_equal_parts(array: np.ndarray, pairs: bool) -> bool:
     half, odd = divmod(array.shape[-1], 2)
     parts = (array[..., ::2], array[..., 1::2]) if pairs else (array[..., :half], array[..., half:])
     return not odd and bool((parts[0] == parts[1]).all())
-
-
-def _is_one_number(variable: Variable) -> bool:
-    return variable.shape is not None and all(size == 1 for size in variable.shape)

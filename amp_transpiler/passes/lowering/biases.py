@@ -18,7 +18,7 @@ from amp_transpiler.ir.emitter import Value
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import place_traits
-from amp_transpiler.ops.common import multiple
+from amp_transpiler.ops.common import multiple, scaled_by
 from amp_transpiler.ops.gpu_kernels import untransposed
 from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
 
@@ -98,8 +98,7 @@ def emit_biased(storage: EmulatedStorage, product: Operator | None, add: Operato
         return True
     if not storage.cpu or result.dtype not in HALF:
         return False
-    total = e.op("MatMul", base, b, dtype="float32")
-    total = total if alpha == 1 else e.Mul(total, e.like(alpha, total))
+    total = scaled_by(e, e.op("MatMul", base, b, dtype="float32"), alpha)
     total = e.op("Add", total, c, dtype="float32")
     storage.env[result.key] = storage.finished(result, total, False)
     return True

@@ -21,6 +21,7 @@ from amp_transpiler.ir.kernel_cost import tensor_bytes
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.types import BYTES
 from amp_transpiler.lists import place_traits
+from amp_transpiler.ops.common import exchanges_matrices
 from amp_transpiler.passes.lowering.lowered import Lowered, used_tensors
 from amp_transpiler.passes.lowering.tensor_types import Type, inferred, types_in, unsized
 from amp_transpiler.passes.lowering.workspace import workspace
@@ -188,8 +189,7 @@ class _Planner:
         """Whether a node swaps the last two axes and nothing else."""
         if node.proto.op_type != "Transpose" or self.types[node.inputs[0]][0] != "float32":
             return False
-        rank = len(self._shape(node.inputs[0]))
-        return rank > 1 and (_axes(node) or list(range(rank))[::-1]) == [*range(rank - 2), rank - 1, rank - 2]
+        return exchanges_matrices(_axes(node) or range(len(self._shape(node.inputs[0])))[::-1])
 
     def _biased(self, product: Node, add: Node) -> bool:
         """Whether a matrix product and the sum of it with a row run as one."""
