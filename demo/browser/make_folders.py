@@ -98,11 +98,9 @@ def pictures(path: Path, title: str, options: argparse.Namespace) -> Task:
     program = amp.Program.from_onnx(with_free_batch(path, options.size), name="pictures")
     amp.prepare_training(program, batch_norm="frozen")
     image = program.inputs[0]
-    _, channels, height, width = image.shape or ()
-    if not all(isinstance(size, int) for size in (channels, height, width)) or height != width or channels != 3:
-        raise SystemExit(
-            f"error: {path} takes {list(image.shape or ())}; the page feeds colour images [batch, 3, n, n]"
-        )
+    shape = list(image.shape or ())
+    if len(shape) != 4 or not all(isinstance(size, int) for size in shape[1:]) or shape[1] != 3 or shape[2] != shape[3]:
+        raise SystemExit(f"error: {path} takes {shape}; the page feeds colour images [batch, 3, n, n]")
     program.startup.seed = program.seed = 1
     with amp.program_guard(program, program.startup), amp.unique_name.guard():
         read = features(program.outputs[0])
@@ -126,7 +124,7 @@ def pictures(path: Path, title: str, options: argparse.Namespace) -> Task:
         "mean": [0.485, 0.456, 0.406],
         "std": [round(std / options.contrast, 4) for std in (0.229, 0.224, 0.225)],
     }
-    batch = options.batch or (8 if int(height) > 128 else 16)
+    batch = options.batch or (8 if shape[2] > 128 else 16)
     return Task(program, program.startup, test, optimizer, image.name, label.name, scores.name, batch, 40, said)
 
 
@@ -145,9 +143,10 @@ def with_free_batch(path: Path, size: int | None = None) -> onnx.ModelProto:
     except (OSError, DecodeError) as error:
         sys.exit(f"error: '{path}' is no ONNX model that can be read: {error}")
     graph = model.graph
-    fixed = {value.type.tensor_type.shape.dim[0].dim_value for value in graph.input}
+    fixed = {dim.dim_value for value in graph.input for dim in value.type.tensor_type.shape.dim[:1]}
     for value in (*graph.input, *graph.output):
-        value.type.tensor_type.shape.dim[0].dim_param = "batch"
+        for dim in value.type.tensor_type.shape.dim[:1]:
+            dim.dim_param = "batch"
     if size is not None:
         for dim in graph.input[0].type.tensor_type.shape.dim[2:]:
             dim.dim_value = size

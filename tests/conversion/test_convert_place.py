@@ -203,6 +203,22 @@ MEET = {
         "m (float[5,3] x, int64[2,1] i, float[2,3] u) => (float[5,3] y)"
         ' { a = ScatterND(x, i, u) b = ScatterND<reduction="add">(a, i, u) y = ScatterND(b, i, u) }'
     ],
+    "LayerNormalization: 16-bit numbers, a small epsilon": [
+        "m (float[3,8] x) => (float[n,o] y) <float[8] w> { y = LayerNormalization<epsilon=1e-12>(x, w) }"
+    ],
+    "SimplifiedLayerNormalization: 16-bit numbers, a small epsilon": [
+        "m (float[3,8] x) => (float[n,o] y) <float[8] w> { y = SimplifiedLayerNormalization<epsilon=1e-12>(x, w) }"
+    ],
+    "InstanceNormalization: 16-bit numbers, a small epsilon": [
+        "m (float[2,3,8] x) => (float[n,o,p] y) <float[3] w> { y = InstanceNormalization<epsilon=1e-12>(x, w, w) }"
+    ],
+    "com.microsoft::SkipLayerNormalization: 16-bit numbers, a small epsilon or none": [
+        "m (float[2,3,8] x) => (float[n,o,p] y) <float[8] w> { y = com.microsoft.SkipLayerNormalization(x, x, w) }"
+    ],
+    "com.microsoft::SkipSimplifiedLayerNormalization: 16-bit numbers, a small epsilon or none": [
+        "m (float[2,3,8] x) => (float[n,o,p] y) <float[8] w>"
+        " { y = com.microsoft.SkipSimplifiedLayerNormalization<epsilon=1e-12>(x, x, w) }"
+    ],
     "ThresholdedRelu: 16-bit numbers": ["m (float[3,4] x) => (float[n,o] y) { y = ThresholdedRelu<alpha=0.5>(x) }"],
     "Resize: cubic, of other numbers than fp32": [
         "m (float[1,2,3,4] x) => (float[n,c,h,v] y) <float[4] s = {1.0, 1.0, 2.0, 2.0}>"
@@ -245,7 +261,8 @@ def test_no_conversion_meets_a_kernel_that_fails(name: str, text: str) -> None:
     program = amp.convert(model, place="webgpu")
     assert not [op for each in (program, literally) for op in each.walk() if fault_at("webgpu", op)]
     written = program.to_onnx()
-    onnx.checker.check_model(written, full_check=True)
+    if all(onnx.defs.has(node.op_type, node.domain) for node in written.graph.node):
+        onnx.checker.check_model(written, full_check=True)
     types = [[v.type.tensor_type.elem_type for v in m.graph.output] for m in (model, written)]
     assert types[0] == types[1]
     feeds = sample(model)

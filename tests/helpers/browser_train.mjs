@@ -32,7 +32,8 @@ async function train({ provider, steps, from }) {
       for (const [name, { shape, data: all }] of data) {
         if (!shape[0]) throw new Error(`'${name}' has no batches`);
         const size = all.length / shape[0];
-        feeds[name] = all.slice((step.step % shape[0]) * size, ((step.step % shape[0]) + 1) * size);
+        const batch = all.slice((step.step % shape[0]) * size, ((step.step % shape[0]) + 1) * size);
+        feeds[name] = { data: batch, shape: shape.slice(1) };
       }
       const fetched = Object.entries(await step.train(feeds));
       lines.push(`step ${step.step} ${fetched.map(([name, value]) => `${name} ${Number(value[0]).toPrecision(9)}`).join(" ")}`);

@@ -18,6 +18,7 @@ from amp_transpiler.nn import functional as F
 from amp_transpiler.ops.place_bodies import body_of
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.lowering import lower
+from amp_transpiler.passes.lowering.tensor_types import inferred, types_in
 from tests.corpora.nested_bodies import TEXTS, nested
 from tests.corpora.place_bodies import CASES, PLAIN, alone, compared, model_of
 from tests.helpers import benchmark_programs
@@ -76,6 +77,23 @@ def test_training_steps_use_kernels_that_are_there(name: str, mode: str) -> None
     lowered = lower(main, "webgpu", {}, [loss])
     assert without_kernel(lowered) == []
     assert len(lowered.origins) == len(lowered.model.graph.node)
+
+
+@pytest.mark.parametrize("norm", [amp.nn.layer_norm, amp.nn.instance_norm, lambda x: amp.nn.group_norm(x, 2)])
+def test_gradients_of_norms_normalise_in_fp32(norm: Any) -> None:
+    """What they normalise may be zeros, as of what is masked: the kernel of 16 bit makes NaN of those."""
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        h = norm(amp.nn.conv2d(amp.data("x", [2, 3, 4, 4], "float32"), 4, 3, padding=1))
+        loss = F.mean(F.square(F.cast(h, "float32")))
+        optimizer = amp.decorate(amp.optimizer.SGD(0.1, multi_precision=True), use_pure_fp16=True, use_fp16_guard=False)
+        optimizer.minimize(loss, startup)
+    lowered = lower(main, "webgpu", {}, [loss])
+    types, found = types_in(inferred(lowered)), set()
+    for node in lowered.model.graph.node:
+        if any(attribute.name == "epsilon" and attribute.f < 1e-10 for attribute in node.attribute):
+            found.add((node.op_type, types[node.input[0]][0]))
+    assert found == {("LayerNormalization", "float32")}
 
 
 def test_integers_hold_32_bits_and_ports_say_so() -> None:

@@ -121,6 +121,32 @@ def test_a_planted_overflow_is_skipped_and_training_recovers() -> None:
     assert training.scope.find_var(scale) == 64  # halved three times, and doubled twice
 
 
+def test_a_norm_whose_gradient_is_zero_here_and_there_trains() -> None:
+    """As that of positions that no loss reads. It normalises the gradient, which 16-bit kernels make NaN of zeros."""
+
+    def built() -> Any:
+        main, startup = amp.Program(), amp.Program("startup")
+        with amp.program_guard(main, startup), amp.unique_name.guard():
+            x, seen = amp.data("x", [4, 6, 8], "float32"), amp.data("seen", [4, 6, 1], "float32")
+            h = amp.nn.layer_norm(amp.nn.fc(x, 16, num_flatten_dims=2), begin_norm_axis=2, epsilon=1e-12)
+            loss = F.mean(F.square(h * seen - 1.0))
+            sgd = amp.optimizer.SGD(0.1, multi_precision=True)
+            optimizer = amp.decorate(sgd, use_pure_fp16=True, use_fp16_guard=False, init_loss_scaling=1.0)
+            optimizer.minimize(loss, startup)
+        return main, startup, loss, optimizer
+
+    trained = [Training(built, place, lambda main: ["found_inf_0"]) for place in (CPU, WEBGPU)]
+    for name, value in trained[0].state().items():
+        trained[1].scope.set_var(name, value)
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        seen = np.broadcast_to((np.arange(6) < 4)[:, None], (4, 6, 1)).astype(np.float32)
+        feeds = {"x": rng.standard_normal((4, 6, 8)).astype(np.float32), "seen": seen}
+        feeds["x"][:, 5] = 0  # of these the bias alone is normalised, which is zeros
+        (want, _), (found, bad) = (each(feeds) for each in trained)
+        assert not bad and abs(float(found) - float(want)) <= 2e-3 * float(want)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_the_finite_check_sees_each_number_that_is_not(dtype: str) -> None:
     main = amp.Program("main")

@@ -172,14 +172,16 @@ class Kernels:
             shape = reduced or result_shape(full_type, traits, [v.shape for v in inputs if v is not None])
         dtypes = [None if v is None else v.dtype for v in inputs]
         call = Call(self.arithmetic.kind, attrs, dtypes, shapes, len(kinds))
-        fault = None if e.at.emulates else fault_of(full_type, call)
-        if fault is not None and fault.channels and shapes[1] is not None:
+        fault = fault_of(full_type, call)
+        if fault is not None and fault.channels and shapes[1] is not None and not e.at.emulates:
             rank, more = len(shapes[1]), -shapes[1][1] % fault.channels
             whole = [
                 _padded_channels(e, v, rank, more) if slot < 2 and v is not None else v for slot, v in enumerate(inputs)
             ]
             return e.op(full_type, *whole, outputs=len(kinds), dtype=list(kinds), shape=shape, **attrs)
         how = self.arithmetic.treats(full_type, first.dtype, attrs, shapes, [shape])
+        if fault is not None and fault.around == "fp32" and self.arithmetic.widens:
+            how = "widened"
         if how == "widened" and not e.emulates:
             domain, _, type_ = full_type.rpartition("::")
             wide = [None if v is None else e.f32(v) for v in inputs]

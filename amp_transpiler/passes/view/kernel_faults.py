@@ -30,6 +30,8 @@ _VECTOR = 4
 _PASS = 8
 #: Of fewer channels, and fewer products, another kernel adds up.
 _FEW = 8
+#: Of a variance of nothing and this epsilon, what a norm multiplies by is the largest number of float16.
+_EPSILON = 1 / 65504**2
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,11 @@ def _other_statistics(call: Call) -> bool:
     return call.dtypes[0] in HALF and any(dtype != call.dtypes[0] for dtype in call.dtypes[1:])
 
 
+def _small_epsilon(call: Call, default: float = 1e-5) -> bool:
+    """Of a norm."""
+    return call.dtypes[0] in HALF and float(call.attrs.get("epsilon", default)) < _EPSILON
+
+
 def _scalar_added(call: Call) -> bool:
     added = call.shapes[2] if len(call.shapes) > 2 else None
     return added is not None and math.prod(added) == 1 and len(added) < 2
@@ -269,6 +276,8 @@ _HOLDS: Mapping[str, Callable[[Call], bool]] = {
     "groups of an even number of channels to one": _even_groups_to_one,
     "16-bit numbers combined": lambda call: call.dtypes[0] in HALF and call.attrs.get("reduction", "none") != "none",
     "16-bit numbers": lambda call: call.dtypes[0] in HALF,
+    "16-bit numbers, a small epsilon": _small_epsilon,
+    "16-bit numbers, a small epsilon or none": lambda call: _small_epsilon(call, 1e-12),
     "cubic, of other numbers than fp32": lambda call: call.attrs.get("mode") == "cubic" and call.dtypes[0] != "float32",
     "more pieces than a kernel makes": _too_many_pieces,
     "indices wanted": lambda call: call.results > 1,
