@@ -236,7 +236,9 @@ def _header(file: Any, name: str) -> tuple[tuple[int, ...], bool, np.dtype]:
             raise
         raise ValueError(f"the header of array '{name}' is damaged, or it is no array file at all") from None
     if dtype.hasobject:
-        raise ValueError(f"array '{name}' holds Python objects")
+        raise ValueError(
+            f"array '{name}' holds Python objects; save strings as array.astype(str), numbers in a type of theirs"
+        )
     if dtype.names is not None or dtype.subdtype is not None:
         raise ValueError(f"array '{name}' has the element type {dtype}, which no input takes")
     if any(size < 0 for size in shape):

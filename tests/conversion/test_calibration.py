@@ -298,7 +298,10 @@ FILES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "truncated": (lambda f: damaged(f, lambda b: b[: len(b) // 2]), "'.*a.npz' cannot be read as an .npz file"),
     "damaged": (lambda f: damaged(f, lambda b: b[:200] + bytes(300) + b[500:]), "a.npz' cannot be read as an .npz"),
     "damaged header": (lambda f: damaged(f, lambda b: b[:60] + bytes(40) + b[100:]), "a.npz' cannot be read as an "),
-    "pickled": (pickled, "a.npz' cannot be read as an .npz file: array 'image' holds Python objects"),
+    "pickled": (
+        pickled,
+        "a.npz' cannot be read as an .npz file: array 'image' holds Python objects; save strings as array.astype",
+    ),
     "a bare pickle": (
         lambda f: broken(f, "image.npy", pickle.dumps({})).parent,
         "image.npy' cannot .* no array file at all",
