@@ -5,9 +5,8 @@ A table because onnxruntime's schemas cannot be read without its session library
 
 from __future__ import annotations
 
-from itertools import zip_longest
-
-from amp_transpiler.ir.nodes import Operator, Shape, TensorType
+from amp_transpiler.ir.contrib_shapes import contrib_shape
+from amp_transpiler.ir.nodes import Operator, TensorType
 
 DOMAIN = "com.microsoft"
 #: Where its optimisers put convolutions and poolings whose channels lie in blocks, for CPUs: all in float32.
@@ -83,17 +82,6 @@ _BY_OUTPUT: dict[str, tuple[int | str, ...]] = {
 _IN_ONNX: dict[str, tuple[int | str, ...]] = {"SimplifiedLayerNormalization": (0, "float32")}
 #: Inputs that are float32 whatever the data is, of operators that operator lists name: scales of a quantised cache.
 _PINNED_INPUTS: dict[str, frozenset[int]] = {"GroupQueryAttention": frozenset({12, 13})}
-#: Output 0 has the shape of input 0 as well.
-_SAME_SHAPE = frozenset(
-    """
-    BiasDropout BiasGelu BiasSoftmax BitmaskBiasDropout BitmaskDropout DequantizeLinear FastGelu GatedRMSNorm Gelu
-    GroupNorm MoE QLinearLeakyRelu QLinearSigmoid QLinearSoftmax QuantizeLinear QuickGelu RotaryEmbedding ScaledSiLU
-    SimplifiedLayerNormalization SkipGroupNorm SkipLayerNormalization SkipSimplifiedLayerNormalization Trilu
-    """.split()  # noqa: SIM905
-)
-
-#: Output 0 has the shape that these two inputs are broadcast to.
-_BROADCAST = {"QLinearAdd": (0, 3), "QLinearMul": (0, 3)}
 
 
 def contrib_types(op: Operator) -> list[TensorType] | None:
@@ -110,19 +98,8 @@ def contrib_types(op: Operator) -> list[TensorType] | None:
         entry = rule[slot] if slot < len(rule) else None
         source = op.input(entry) if isinstance(entry, int) else None
         dtype = entry if isinstance(entry, str) else (source.dtype if source is not None else None)
-        types.append((dtype, _shape(op) if slot == 0 else None))
+        types.append((dtype, contrib_shape(op, slot)))
     return types
-
-
-def _shape(op: Operator) -> Shape | None:
-    """The shape of output 0; None where no rule says it."""
-    slots = (0,) if op.type in _SAME_SHAPE else _BROADCAST.get(op.type, ())
-    shapes = [None if v is None else v.shape for v in map(op.input, slots)]
-    first, last = (shapes[0], shapes[-1]) if shapes else (None, None)
-    if first is None or last is None:
-        return None
-    pairs = [pair[::-1] for pair in zip_longest(reversed(first), reversed(last), fillvalue=1)][::-1]
-    return tuple(one if one == other or other == 1 else other if one == 1 else None for other, one in pairs)
 
 
 def settled_types(op: Operator) -> list[TensorType]:

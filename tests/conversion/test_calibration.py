@@ -300,7 +300,7 @@ FILES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "damaged header": (lambda f: damaged(f, lambda b: b[:60] + bytes(40) + b[100:]), "a.npz' cannot be read as an "),
     "pickled": (
         pickled,
-        "a.npz' cannot be read as an .npz file: array 'image' holds Python objects; save strings as array.astype(str)",
+        "a.npz' cannot be read as an .npz file: array 'image' holds Python objects; save strings as array.astype",
     ),
     "a bare pickle": (
         lambda f: broken(f, "image.npy", pickle.dumps({})).parent,

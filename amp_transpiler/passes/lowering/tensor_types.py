@@ -37,10 +37,12 @@ def inferred(lowered: Lowered) -> onnx.GraphProto:
         elif tensor.name not in listed:
             info = light.graph.input.add(name=tensor.name)
             info.type.CopyFrom(type_proto(NAMES[tensor.data_type], tuple(tensor.dims)))
-    made = {name for node in graph.node for name in node.output} - {info.name for info in graph.output}
+    made = {name for node in graph.node for name in node.output}
+    given = {info.name: info for info in light.graph.output}
     for value in lowered.tensors.values():
         if value.name in made and value.shape is not None and value.dtype:
-            light.graph.value_info.add(name=value.name).type.CopyFrom(type_proto(value.dtype, value.shape))
+            info = given.get(value.name) or light.graph.value_info.add(name=value.name)
+            info.type.CopyFrom(type_proto(value.dtype, value.shape))
     return onnx.shape_inference.infer_shapes(light).graph
 
 

@@ -1,0 +1,50 @@
+"""Shapes of what onnxruntime's own operators make are those that onnxruntime gives."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+import amp_transpiler as amp
+from tests.helpers.sessions import run
+
+HEAD = '<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>\n'
+RULES = {
+    "a product of batches": "m (float[3,1,4,5] x, float[2,6,4] w) => (float z) { y = com.microsoft.FusedMatMul<transA = 1, transB = 1>(x, w)  z = Neg(y) }",
+    "a vector": "m (float[3,4] x, float[4] w) => (float z) { y = com.microsoft.FusedMatMul(x, w)  z = Neg(y) }",
+    "a batch between": "m (float[4,3,5] x, float[3,5,6] w) => (float z) { y = com.microsoft.FusedMatMul<transBatchA = 1>(x, w)  z = Neg(y) }",
+    "rows for a quantised matrix": "m (float[2,3,32] x, uint8[8,1,16] w, float[8] s) => (float z)"
+    " { y = com.microsoft.MatMulNBits<K = 32, N = 8, bits = 4, block_size = 32>(x, w, s)  z = Neg(y) }",
+    "what a norm adds up": "m (float[2,3,8] x, float[2,3,8] s, float[8] g) => (float z)"
+    " { n, a, b, y = com.microsoft.SkipLayerNormalization(x, s, g)  z = Neg(y) }",
+    "a value that is wider": "m (float[2,3,8] q, float[2,5,8] k, float[2,5,12] v) => (float z)"
+    " { y = com.microsoft.MultiHeadAttention<num_heads = 2>(q, k, v)  z = Neg(y) }",
+    "few heads of keys": "m (float[1,3,32] q, float[1,3,16] k, float[1,3,16] v, int32[1] n, int32 t) => (float z)"
+    " { y, p, r = com.microsoft.GroupQueryAttention<num_heads = 4, kv_num_heads = 2>(q, k, v, , , n, t)  z = Neg(y) }",
+}
+UNKNOWN = ("a vector", "a batch between")
+
+
+def fed(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+    feeds = {}
+    for put in model.graph.input:
+        shape = [size.dim_value for size in put.type.tensor_type.shape.dim]
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(put.type.tensor_type.elem_type)
+        feeds[put.name] = np.full(shape, 2 if put.name == "n" else 3 if put.name == "t" else 1, dtype)
+    return feeds
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_shape_is_what_onnxruntime_gives(name: str) -> None:
+    model = onnx.parser.parse_model(HEAD + RULES[name])
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    found = amp.Program.from_onnx(model).var("y").shape
+    (z,) = run(model, fed(model))
+    assert found == (None if name in UNKNOWN else z.shape)
+
+
+def test_an_output_of_such_an_operator_can_be_counted() -> None:
+    text = "m (float[N,4] x, float[4,4] w) => (float[N,4] y) { y = com.microsoft.FusedMatMul(x, w) }"
+    program = amp.Program.from_onnx(onnx.parser.parse_model(HEAD + text))
+    assert program.cost_estimate(amp.CUDAPlace(0), {"x": (8, 4)}).kernels == 1
