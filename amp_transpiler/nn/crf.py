@@ -1,8 +1,6 @@
 """Conditional random fields over chains of tags (Lafferty et al. 2001): the loss, and the best path.
 
-A parameter holds start, end and transitions, [tags + 2, tags], as Paddle's does: what a chain scores that begins with a
-tag, one that ends with it, and one tag (a row) before another (a column). Steps are written out one by one, so their
-number is fixed. All of it is computed in fp32.
+Steps are written out one by one, so their number is fixed. All of it is computed in fp32.
 """
 
 from __future__ import annotations
@@ -32,7 +30,8 @@ def linear_chain_crf(
 
     ``x``: float [N, T, tags], the score of each tag at each step, T and tags fixed. ``label``: int64 or int32 [N, T] or
     [N, T, 1], the tags; ``length``: int64 or int32 [N] or [N, 1], from 1 to T, steps that count of each chain, all
-    where None. The parameter w_0 [tags + 2, tags] (see above) starts Xavier uniform.
+    where None. The parameter w_0 [tags + 2, tags] starts Xavier uniform: what a chain scores that begins with a tag,
+    one that ends with it, and in the other rows one tag (a row) before another (a column).
     """
     chain = _Chain("linear_chain_crf", x, param_attr, length, name)
     tags = chain.tags_of(label)

@@ -215,7 +215,7 @@ def test_explain(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "a tensor finds the operator that makes it"
     )
     out = run(capsys, "explain", model, "--mode", "mixed")[1]
-    assert "carries no reasons; convert --mode mixed" in out and "fp32: black list" in out
+    assert "carries no reasons; convert --mode mixed" in out and "fp32: comes near" in out
     status, _, err = run(capsys, "explain", model, "encodr/h")
     assert status == 2 and "did you mean 'encoder/h'" in err
 

@@ -74,8 +74,13 @@ def _follow(
         for reader, slot in flow.uses.get(variable, ()):
             name = reader.full_type
             if exact != short and short in _poles(reader, name, slot, flow):
-                detail = str(np.float32(number)), f"{_rounded(number, dtype):g}", SHORT[dtype]
-                why, met = Reason(Kind.ONTO_A_POLE, label(reader), detail), True
+                kind = Kind.ONTO_A_POLE
+                detail: tuple[str, ...] = f"{_rounded(number, dtype):g}", SHORT[dtype]
+                if traits_of(op).nears:
+                    kind = Kind.NEARS_A_POLE
+                else:
+                    detail = str(np.float32(number)), *detail
+                why, met = Reason(kind, label(reader), detail), True
                 kept: Variable | None = variable
                 while kept is not None:
                     constraints.keep_tensor(kept, why)
