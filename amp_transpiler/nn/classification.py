@@ -8,7 +8,7 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.infer import differ
-from amp_transpiler.ir.nodes import Shape, Variable
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.nn.building import (
     FLOATING,
@@ -98,7 +98,7 @@ def cross_entropy(
     soft = flag(call, "soft_label", soft_label)
     variable(call, "label", label, dtypes=(str(input.dtype),) if soft else INTEGER, min_rank=1)
     prefix = fresh(call)
-    given = label.shape
+    given = label
     logits, label = (_classes_last(call, v, at, input, prefix) for v in (input, label))
     softmax = flag(call, "use_softmax", use_softmax)
     if soft:
@@ -114,7 +114,7 @@ def cross_entropy(
     else:
         inputs = [logits, target, *([] if weight is None else [weight])]
         loss, _ = _hard_cross_entropy(call, inputs, ignore, softmax, reduction, prefix)
-    return loss if reduction != "none" or loss.shape == given else _as_label(call, loss, given, prefix)
+    return loss if reduction != "none" or loss.shape == given.shape else _as_label(call, loss, given, prefix)
 
 
 def _hard_cross_entropy(
@@ -280,13 +280,14 @@ def label_smooth(label: Variable, prior_dist: Variable | None = None, epsilon: f
     return append(call, "Add", [kept, spread], prefix=prefix)
 
 
-def _as_label(call: str, loss: Variable, shape: Shape | None, prefix: str) -> Variable:
+def _as_label(call: str, loss: Variable, label: Variable, prefix: str) -> Variable:
     """``loss`` in the shape of its label."""
-    assert shape is not None
-    sizes = [d if isinstance(d, int) else -1 for d in shape]
-    if sizes.count(-1) > 1:
-        raise ArgumentError(f'{call}: reduction="none" needs the sizes of the label, all but one; it has {list(shape)}')
-    return append(call, "Reshape", [loss, np.array(sizes, np.int64)], prefix=prefix)
+    sizes = [d if isinstance(d, int) else -1 for d in label.shape or ()]
+    if sizes.count(-1) < 2:
+        return append(call, "Reshape", [loss, np.array(sizes, np.int64)], prefix=prefix)
+    y = append(call, "Reshape", [loss, append(call, "Shape", [label], prefix=prefix)], prefix=prefix)
+    y.shape = label.shape  # which inference does not find behind a Shape
+    return y
 
 
 @function()

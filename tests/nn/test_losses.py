@@ -37,6 +37,22 @@ def test_binary_cross_entropy_is_finite_and_exact() -> None:
         assert np.isclose(run(F.bce_with_logits, x, y, reduction=reduction)[0], total, rtol=1e-6)
 
 
+@pytest.mark.parametrize("smooth", [0.0, 0.2])
+@pytest.mark.parametrize("tail", [(), (1,)])
+def test_cross_entropies_have_the_shape_of_labels_of_open_sizes(tail: tuple[int, ...], smooth: float) -> None:
+    main = amp.Program()
+    with amp.program_guard(main), amp.unique_name.guard():
+        x, y = amp.data("x", [None, None, 3]), amp.data("y", [None, None, *tail], "int64")
+        loss = F.cross_entropy(x, y, "none", label_smoothing=smooth)
+    assert loss.shape == y.shape
+    logits, labels = np.random.default_rng(0).normal(size=(2, 4, 3)).astype(np.float32), np.arange(8).reshape(2, 4) % 3
+    (found,) = amp.Executor().run(main, {"x": logits, "y": labels.reshape(2, 4, *tail)}, [loss])
+    logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    at_label = np.take_along_axis(logs, labels[..., None], -1)[..., 0]
+    expected = -(1 - smooth) * at_label - smooth * logs.mean(-1)
+    np.testing.assert_allclose(found, expected.reshape(2, 4, *tail), rtol=1e-5)
+
+
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean", "batchmean"])
 def test_kl_divergence(reduction: str) -> None:
     rng = np.random.default_rng(0)
