@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from itertools import zip_longest
 
-from amp_transpiler.ir.nodes import Operator, Shape, TensorType
+from amp_transpiler.ir.nodes import Operator, Shape
 
 DOMAIN = "com.microsoft"
 
@@ -91,7 +91,7 @@ _SAME_SHAPE = frozenset(
 _BROADCAST = {"QLinearAdd": (0, 3), "QLinearMul": (0, 3)}
 
 
-def contrib_types(op: Operator) -> list[TensorType] | None:
+def contrib_types(op: Operator) -> list[tuple[str | None, Shape | None]] | None:
     """Element type and shape of each output of onnxruntime's own operators; None where the table has no such one."""
     rule = _by_output(op.type, op.domain)
     if op.domain == DOMAIN and op.type in _AS_FIRST:
@@ -100,7 +100,7 @@ def contrib_types(op: Operator) -> list[TensorType] | None:
         rule = ("float32",) if op.input(8) is None else (8,)
     if rule is None:
         return None
-    types: list[TensorType] = []
+    types: list[tuple[str | None, Shape | None]] = []
     for slot in range(len(op.outputs)):
         entry = rule[slot] if slot < len(rule) else None
         source = op.input(entry) if isinstance(entry, int) else None
@@ -120,7 +120,7 @@ def _shape(op: Operator) -> Shape | None:
     return tuple(one if one == other or other == 1 else other if one == 1 else None for other, one in pairs)
 
 
-def settled_types(op: Operator) -> list[TensorType]:
+def settled_types(op: Operator) -> list[tuple[str | None, Shape | None]]:
     """The same, or what is declared where the table knows nothing."""
     known = contrib_types(op) or [(None, None)] * len(op.outputs)
     declared = [(None, None) if v is None else (v.dtype, v.shape) for v in op.outputs]

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
-from amp_transpiler.ir.infer import differ
 from amp_transpiler.ir.nodes import Shape, Variable
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.nn.building import (
@@ -49,7 +48,8 @@ def _labels(call: str, input: Variable, label: Variable, prefix: str) -> Variabl
     assert input.shape is not None and label.shape is not None
     lead, shape = input.shape[:-1], label.shape
     extra = len(shape) == len(lead) + 1 and shape[-1] == 1
-    if differ(lead, shape[: len(shape) - extra]):
+    pairs = list(zip(lead, shape, strict=False))
+    if len(shape) != len(lead) + extra or any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in pairs):
         raise ArgumentError(
             f"{call}: label {describe(label)} does not fit input {describe(input)}; it has the shape of the input "
             "without the classes, which come last, or that with a 1 behind it"
