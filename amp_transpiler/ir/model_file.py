@@ -29,6 +29,8 @@ from amp_transpiler.ir.wire import nesting, without_contents
 from amp_transpiler.lists import plain_domain
 
 _LFS = b"version https://git-lfs"
+#: What names the format of files that onnxruntime writes for devices, behind their first four bytes.
+_ORT = b"ORTM"
 #: Bytes of the smallest file of which the weights go past protobuf, and what the places of numbers are multiples of.
 _HEAVY, _ALIGNED = 1 << 20, 8
 #: An offset or a length in an external file.
@@ -95,6 +97,9 @@ def _parse(path: Path) -> tuple[onnx.ModelProto, list[onnx.TensorProto | HeldTen
     except DecodeError:
         if nesting(content.data) > NESTED:
             raise ModelFileError(too_deep(f"'{path}'")) from None
+        if content[4:8].tobytes() == _ORT:
+            way = "give the .onnx file that it was made of"
+            raise ModelFileError(f"'{path}' is in onnxruntime's own format, no ONNX model; {way}") from None
         raise ModelFileError(
             f"'{path}' is not an ONNX model, or is cut short: its {content.size} bytes do not parse"
         ) from None

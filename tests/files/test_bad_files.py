@@ -29,6 +29,7 @@ def test_paths_that_are_no_models(tmp_path):
         ("empty", b"", "is empty"),
         ("text", b"this is no model\n" * 20, "is not an ONNX model"),
         ("json", b'{"irVersion": "8"}', "is not an ONNX model"),
+        ("runtime", b"\x14\x00\x00\x00ORTM\x0c\x00\x10\x00", "give the .onnx file that it was made of"),
         ("pointer", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "git lfs pull"),
         ("half", GOOD[: len(GOOD) // 2], "cut short"),
         ("header", onnx.ModelProto(ir_version=8).SerializeToString(), "cut short"),
