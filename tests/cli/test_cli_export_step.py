@@ -100,3 +100,11 @@ def test_a_folder_is_replaced_on_demand_alone(tmp_path: Path, capsys: pytest.Cap
     assert main([*command, "--overwrite"]) == 0
     assert not (step / "accumulate.onnx").exists(), "files of the step that was there before are gone"
     onnx.checker.check_model(str(step / "train.onnx"))
+
+
+def test_what_would_do_nothing_is_no_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Options of several ranks, and of a loop that an exported step leaves to others."""
+    for option in ("--shard-optimizer", "--allreduce-precision", "--check-every", "--epochs"):
+        with pytest.raises(SystemExit):
+            main(["export-step", str(written(tmp_path, None)), str(tmp_path / "step"), "--shape", "x=4,6", option])
+        assert f"unrecognized arguments: {option}" in capsys.readouterr().err
