@@ -171,12 +171,11 @@ def where(e: Emitter, op: Operator, condition: Value, dy: Value) -> Grads:
 
 @gradient("Clip", reads="x0 x1 x2 dy0", inputs=[0], native=True)
 def clip(e: Emitter, op: Operator, x: Value, low: Value | None, high: Value | None, dy: Value) -> Grads:
-    """0 at the bounds too, as in Paddle and torch."""
     zero, x = e.like(0, dy), comparable(e, x)
     if low is not None:
-        dy = e.Where(e.Greater(x, e.cast(low, x.dtype)), dy, zero)
+        dy = e.Where(e.GreaterOrEqual(x, e.cast(low, x.dtype)), dy, zero)
     if high is not None:
-        dy = e.Where(e.Greater(e.cast(high, x.dtype), x), dy, zero)
+        dy = e.Where(e.GreaterOrEqual(e.cast(high, x.dtype), x), dy, zero)
     return [dy]
 
 

@@ -154,9 +154,3 @@ def test_windows_that_overlap_alike_are_one_pool() -> None:
         F.adaptive_avg_pool2d(amp.data("x", [2, 4, 16, 7]), 3)
     (pool,) = main.operators
     assert (pool.type, pool.attrs) == ("AveragePool", {"kernel_shape": [6, 3], "strides": [5, 2]})
-
-
-def test_clips_are_flat_at_their_bounds() -> None:
-    """As in Paddle and torch: numbers of 16 bit lie there often."""
-    cotangent, _, slope = in_float16(F.relu6, [np.array([-1, 0, 0.5, 6, 7])], 1.0)
-    np.testing.assert_array_equal(slope, cotangent * [0, 0, 1, 0, 0])
