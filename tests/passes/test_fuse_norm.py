@@ -209,6 +209,15 @@ def test_what_selects_otherwise_is_no_layer_norm(change: tuple[str, str]) -> Non
     assert off(served(converted.to_onnx()), served(model)) < 4e-3
 
 
+@pytest.mark.parametrize("end", ["Add(xk, mk)", "Add(mk, xk)"])
+def test_a_bias_of_zeros_may_be_left_out(end: str) -> None:
+    """Keras's, before it is trained, of which the exporter folds the sum."""
+    model = onnx.parser.parse_model(NORMS.replace("  shift = Add(mk, b)\n", "").replace("Add(xk, shift)", end))
+    converted = amp.convert(model)
+    assert sum(op.type == "LayerNormalization" for op in converted.operators) == 2
+    assert off(served(converted.to_onnx()), served(model)) < 4e-3
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -227,11 +227,13 @@ def _inverted(variable: Variable | None) -> Variable | None:
 
 
 def _shifted(last: Operator) -> _Norm | None:
-    """x * s + (-mean * s + bias), where s is scale / root; or bias - mean * s."""
+    """x * s + (-mean * s + bias), where s is scale / root; or bias - mean * s; a bias of zeros may be left out."""
     for slot in (0, 1) if last.type == "Add" else ():
         product, shift = maker(last.input(slot), "Mul"), last.input(1 - slot)
         plus, minus = maker(shift, "Add"), maker(shift, "Sub")
         moved, bias = _split(plus, "Mul") if minus is None else (maker(minus.input(1), "Mul"), minus.input(0))
+        if plus is None and minus is None:
+            moved = maker(shift, "Mul")
         for first, second in ((0, 1), (1, 0)) if product is not None and moved is not None else ():
             assert product is not None and moved is not None
             factor = maker(product.input(second), "Mul")
@@ -242,9 +244,8 @@ def _shifted(last: Operator) -> _Norm | None:
             negative = maker(centre, "Neg")
             mean = centre if minus is not None else None if negative is None else negative.input(0)
             x, root = product.input(first), maker(inverse.input(0), "Sqrt")
-            if x is None or mean is None or root is None or scale is None or bias is None:
-                return None
-            return _Norm(last, x, mean, root, scale, bias)
+            if x is not None and mean is not None and root is not None and scale is not None:
+                return _Norm(last, x, mean, root, scale, bias)
     return None
 
 
