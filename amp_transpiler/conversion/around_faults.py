@@ -150,7 +150,7 @@ def _padded(op: Operator, variable: Variable, missing: int) -> Variable:
     shape = None if variable.shape is None else list(variable.shape)
     if shape is not None:
         shape[1] = shape[1] + missing if isinstance(shape[1], int) else None
-    wide = program.add_variable(program.unique(f"{variable.name}.padded"), variable.dtype, shape)
+    wide = program.fresh_variable(f"{variable.name}.padded", variable.dtype, shape)
     if program.opset() < _PADS_INPUT:
         program.add_operator("Pad", [variable], [wide], attrs={"pads": sizes}, like=op)
     else:

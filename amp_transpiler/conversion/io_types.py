@@ -55,7 +55,7 @@ def _narrow_input(program: Graph, variable: Variable, dtype: str) -> None:
     variable.dtype = dtype
     full = None
     if any(op is not cast for op, _ in variable.readers) or variable in program.outputs:
-        full = program.add_variable(program.unique(f"{variable.name}.cast_fp32"), "float32", variable.shape)
+        full = program.fresh_variable(f"{variable.name}.cast_fp32", "float32", variable.shape)
         program.replace_uses(variable, full, lambda op: op is not cast)
         add_cast(variable, full)
     if cast is not None:

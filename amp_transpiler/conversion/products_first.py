@@ -76,7 +76,7 @@ def _turn_afterwards(product: Operator, turn: Operator) -> None:
     data, matrix, made = turn.inputs[0], product.inputs[1], product.outputs[0]
     assert rows is not None and data is not None and matrix is not None and made is not None
     shape = None if data.shape is None else (*data.shape[:-1], (matrix.shape or (None,))[-1])
-    straight = program.add_variable(program.unique(f"{made.name}.product"), made.dtype, shape)
+    straight = program.fresh_variable(f"{made.name}.product", made.dtype, shape)
     product.set_input(0, data)
     product.set_output(0, straight)
     program.add_operator("Transpose", [straight], [made], attrs={"perm": list(turn.attrs["perm"])}, like=product)

@@ -95,7 +95,7 @@ class _Factor:
         exponent = math.frexp(float(np.abs(array[np.isfinite(array)]).max()))[1]
         number, power = np.ldexp(array, -exponent), np.array(math.ldexp(1.0, exponent), np.float32)
         if not self._taken_in(other, number):
-            scaled = program.add_variable(program.unique(f"{other.name}.scaled"), "float32", other.shape)
+            scaled = program.fresh_variable(f"{other.name}.scaled", "float32", other.shape)
             new = program.add_constant(f"{factor.name}.number", number)
             program.add_operator("Mul", [other, new], [scaled], like=op)
             if op.outputs[0] is not None and scaled.shape != op.outputs[0].shape:

@@ -72,10 +72,8 @@ def _store(variable: Variable, dtype: str) -> None:
     if copy is not None and copy.dtype == dtype and copy.shape == variable.shape and constants.is_constant(copy):
         narrow = copy  # 16-bit operators read it too
     else:
-        narrow = program.add_variable(
-            program.unique(name), dtype, variable.shape, data=constants.converted(variable, dtype, "")
-        )
-    wide = program.add_variable(program.unique(f"{variable.name}.cast_{SHORT['float32']}"), "float32", variable.shape)
+        narrow = program.fresh_variable(name, dtype, variable.shape, data=constants.converted(variable, dtype, ""))
+    wide = program.fresh_variable(f"{variable.name}.cast_{SHORT['float32']}", "float32", variable.shape)
     program.replace_uses(variable, wide)
     if variable.producer is not None:
         program.remove_operator(variable.producer)

@@ -92,14 +92,8 @@ def _hoist(nested: Graph, op: Operator) -> int:
             continue
         if not _adopt(variable):
             continue
-        outer = op.program.add_variable(
-            op.program.unique(variable.name),
-            variable.dtype,
-            variable.shape,
-            persistable=True,
-            trainable=variable.trainable,
-            data=variable.data,
-        )
+        facts = {"persistable": True, "trainable": variable.trainable, "data": variable.data}
+        outer = op.program.fresh_variable(variable.name, variable.dtype, variable.shape, **facts)
         variable.outer, variable.data = outer, None
         variable.persistable = variable.trainable = False
         op.add_capture(outer)

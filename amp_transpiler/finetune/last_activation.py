@@ -67,10 +67,7 @@ class Applied:
             return F.concat([F.zeros_like(logit), logit], axis=op.attrs["axis"])
         program, moved = op.program, _moved(op, self.rows)
         read = [self.before(v) if v is not None and v in moved else v for v in op.inputs]
-        made = [
-            None if v is None else program.add_variable(program.unique(f"{v.name}.before"), v.dtype, v.shape)
-            for v in op.outputs
-        ]
+        made = [None if v is None else program.fresh_variable(f"{v.name}.before", v.dtype, v.shape) for v in op.outputs]
         program.add_operator(op.type, read, made, attrs=op.attrs.copy(), like=op)
         found = made[op.outputs.index(out)]
         assert found is not None

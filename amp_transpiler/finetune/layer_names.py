@@ -57,7 +57,7 @@ def restore_names(program: Program) -> list[str]:
 def _transpose(variable: Variable, op: Operator) -> None:
     """Turn a matrix, and let all that read it, operator ``op`` and others, read what it was."""
     program, shape = variable.program, variable.shape or ()
-    folded = program.add_variable(program.unique(f"{variable.name}.T"), variable.dtype, shape)
+    folded = program.fresh_variable(f"{variable.name}.T", variable.dtype, shape)
     variable.data = onnx.numpy_helper.from_array(np.ascontiguousarray(as_array(variable.data).T), variable.name)
     variable.shape = shape[::-1]
     program.replace_uses(variable, folded)

@@ -52,7 +52,7 @@ def one_bias(program: Program, named: Collection[str]) -> list[str]:
 
 def _halve(variable: Variable, first: np.ndarray, second: np.ndarray) -> None:
     program = variable.program
-    joined = program.add_variable(program.unique(f"{variable.name}.both"), variable.dtype, variable.shape)
+    joined = program.fresh_variable(f"{variable.name}.both", variable.dtype, variable.shape)
     program.replace_uses(variable, joined)
     zeros = program.add_constant(f"{variable.name}.zeros", second)
     variable.data = onnx.numpy_helper.from_array(np.ascontiguousarray(first), variable.name)

@@ -103,7 +103,7 @@ def _keep_one(variable: Variable) -> None:
     if not rest:
         return
     sizes = program.add_constant(f"{variable.name}.sizes", np.array(shape, np.int64))
-    repeated = program.add_variable(program.unique(f"{variable.name}.repeated"), dtype, shape)
+    repeated = program.fresh_variable(f"{variable.name}.repeated", dtype, shape)
     expand = program.add_operator("Expand", [variable, sizes], [repeated])
     expand.scope, expand.guard = rest[0][0].scope, rest[0][0].guard
     for op, slot in rest:

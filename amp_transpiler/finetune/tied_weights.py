@@ -86,7 +86,7 @@ def _retie_vector(variable: Variable) -> list[str]:
             continue
         if np.array_equal(np.asarray(as_array(other.data)).reshape(-1), array):
             program, sizes = variable.program, np.array(variable.shape, np.int64)
-            moved = program.add_variable(program.unique(f"{other.name}.moved"), variable.dtype, variable.shape)
+            moved = program.fresh_variable(f"{other.name}.moved", variable.dtype, variable.shape)
             program.add_operator("Reshape", [other, program.add_constant(f"{other.name}.sizes", sizes)], [moved])
             program.replace_uses(variable, moved)
             program.remove_variable(variable)
@@ -136,7 +136,7 @@ def _digest(array: np.ndarray) -> bytes:
 def _share(variable: Variable, other: Variable, transposed: bool) -> None:
     program, source = variable.program, other
     if transposed:
-        source = program.add_variable(program.unique(f"{other.name}.T"), variable.dtype, variable.shape)
+        source = program.fresh_variable(f"{other.name}.T", variable.dtype, variable.shape)
         program.add_operator("Transpose", [other], [source], attrs={"perm": [1, 0]})
     program.replace_uses(variable, source)
     program.outputs = [source if v is variable else v for v in program.outputs]
@@ -163,8 +163,8 @@ def untie(program: Program, keep: Collection[Variable], turns: Mapping[Operator,
             (op, slot), *_ = uses
             name = name_of(op, slot) or f"{variable.name}.{next(v.name for v in op.outputs if v is not None)}"
             turned = made_up(variable.name) and op.type == "MatMul"  # it is named when it is turned back
-            new = program.add_variable(
-                program.unique(variable.name if turned else name),
+            new = program.fresh_variable(
+                variable.name if turned else name,
                 variable.dtype,
                 variable.shape,
                 persistable=True,

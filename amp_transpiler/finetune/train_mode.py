@@ -69,7 +69,7 @@ def _train(program: Program, found: Mapping[Operator, Sequence[Variable]], over:
                 op.set_input(slot + 2, latest[state])
             new = op.output(slot)
             if new is None:
-                new = program.add_variable(program.unique(f"{state.name}@NEW"), state.dtype, state.shape)
+                new = program.fresh_variable(f"{state.name}@NEW", state.dtype, state.shape)
                 op.set_output(slot, new)
             state.trainable = False
             new.stop_gradient = True  # the call behind reads it
@@ -154,7 +154,7 @@ def _insert(op: Operator, rate: float) -> None:
     program, value = op.program, _made(op)
     assert value is not None
     readers = [reader for reader, _ in value.readers]
-    dropped = program.add_variable(program.unique(f"{value.name}.dropout"), value.dtype, value.shape)
+    dropped = program.fresh_variable(f"{value.name}.dropout", value.dtype, value.shape)
     program.replace_uses(value, dropped)
     ratio = program.add_constant(f"{value.name}.dropout_ratio", np.array(rate, np.float32))
     new = program.add_operator("Dropout", [value, ratio], [dropped])
@@ -170,7 +170,7 @@ def _switch_on(op: Operator) -> None:
         op.set_input(1, program.add_constant(f"{out.name}.ratio", np.array(0.5, np.float32)))
     op.set_input(2, program.add_constant(f"{out.name}.training", np.array(True)))
     if op.output(1) is None:
-        op.set_output(1, program.add_variable(program.unique(f"{out.name}.mask"), "bool", out.shape))
+        op.set_output(1, program.fresh_variable(f"{out.name}.mask", "bool", out.shape))
     mask = op.output(1)
     assert mask is not None
     op.metadata[MASK_ID] = str(mask.key)

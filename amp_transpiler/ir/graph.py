@@ -223,6 +223,10 @@ class Graph(HasStartup, Seeded):
         self.touch(variables_alone=True)
         return variable
 
+    def fresh_variable(self, name: str, dtype: Any = None, shape: Iterable[Any] | None = None, **more: Any) -> Variable:
+        """As :meth:`add_variable`, under ``unique(name)``: what passes make has names that the program decides."""
+        return self.add_variable(self.unique(name), dtype, shape, **more)
+
     def declare(self, names: Iterable[str]) -> list[Variable]:
         """New variables, of which the name alone is known; the names are new as well."""
         made = [Variable(self, key, name, None, None) for key, name in enumerate(names, self._next_key)]
@@ -247,7 +251,7 @@ class Graph(HasStartup, Seeded):
             raise ArgumentTypeError(
                 f"add_constant: content of '{name}' is {shown(array)}; expected an array, as of np.asarray(...)"
             ) from None
-        return self.add_variable(self.unique(name), dtype, shape, data=array)
+        return self.fresh_variable(name, dtype, shape, data=array)
 
     def add_operator(
         self,

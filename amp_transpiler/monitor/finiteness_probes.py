@@ -84,6 +84,6 @@ def _appended(
     shape: Shape | None,
     attrs: dict[str, Any] | None = None,
 ) -> Variable:
-    made = program.add_variable(program.unique(name), dtype, shape)
+    made = program.fresh_variable(name, dtype, shape)
     program.add_operator(type_, inputs, [made], attrs=attrs).metadata[PROBE] = "1"
     return made

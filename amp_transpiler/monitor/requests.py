@@ -100,9 +100,9 @@ def _append(parts: TrainingStep, losses: Sequence[Variable]) -> list[Variable]:
     micro_step = None if program.accumulation is None else program.accumulation.counter
     scalars = [parts.found_inf, scale, after, good, bad, micro_step, *losses, *parts.learning_rates]
     count = len(parts.gradients)
-    summary = program.add_variable(program.unique("step_report"), "float32", (len(scalars),))
+    summary = program.fresh_variable("step_report", "float32", (len(scalars),))
     inspected = [
-        program.add_variable(program.unique(f"step_report.{name}"), dtype, (count,))
+        program.fresh_variable(f"step_report.{name}", dtype, (count,))
         for name, dtype in (("found_inf", "bool"), ("squares", "float32"), ("zeros", "float32"))
     ]
     with context.operator_role(UPDATE):

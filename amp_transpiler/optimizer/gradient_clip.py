@@ -25,7 +25,7 @@ class GradientClip:
         program = grads[0].program
         clipped = []
         for grad in grads:
-            new = program.add_variable(program.unique(f"{grad.name}@CLIP"), master_type(grad.dtype), grad.shape)
+            new = program.fresh_variable(f"{grad.name}@CLIP", master_type(grad.dtype), grad.shape)
             new.grad_of, new.rows = grad.grad_of, grad.rows
             clipped.append(new)
         dealt = [int(grad.grad_of is not None and grad.grad_of.dealt is not None) for grad in grads]

@@ -68,7 +68,7 @@ def _whose(grads: Sequence[Variable]) -> dict[str, int]:
 def _unscaled(grad: Variable) -> Variable:
     """A variable for a gradient divided by the scale."""
     program = grad.program
-    new = program.add_variable(program.unique(f"{grad.name}@UNSCALED"), master_type(grad.dtype), grad.shape)
+    new = program.fresh_variable(f"{grad.name}@UNSCALED", master_type(grad.dtype), grad.shape)
     new.grad_of, new.rows = grad.grad_of, grad.rows
     return new
 
@@ -126,10 +126,10 @@ def append_scale_update(
 ) -> tuple[list[Variable], Variable, Variable, Variable]:
     """``UpdateLossScaling`` over ``state`` (scale, good steps, bad steps), with all its attributes; see above."""
     program = found_inf.program
-    new = [program.add_variable(program.unique(f"{v.name}@NEW"), v.dtype, v.shape) for v in state]
+    new = [program.fresh_variable(f"{v.name}@NEW", v.dtype, v.shape) for v in state]
     zeroed = []
     for grad in grads:
-        zeroed.append(program.add_variable(program.unique(f"{grad.name}@ZEROED"), grad.dtype, grad.shape))
+        zeroed.append(program.fresh_variable(f"{grad.name}@ZEROED", grad.dtype, grad.shape))
         zeroed[-1].grad_of, zeroed[-1].rows = grad.grad_of, grad.rows
     with context.operator_role(SCALING):
         program.add_operator(UPDATE_SCALE, [found_inf, *state, *grads], [*new, *zeroed], attrs=attrs, domain=OWN)

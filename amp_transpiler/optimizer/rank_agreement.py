@@ -120,7 +120,7 @@ def _check_reached(loss: Variable, wanted: Wanted, pairs: ParamsGrads) -> None:
 def _zeros(parameter: Variable) -> Variable:
     """A gradient of zeros, whatever the parameter holds."""
     program: Graph = parameter.program
-    less = program.add_variable(program.unique(f"{parameter.name}@GRAD.less"), "bool", parameter.shape)
+    less = program.fresh_variable(f"{parameter.name}@GRAD.less", "bool", parameter.shape)
     grad = new_gradient(parameter, f"{parameter.name}@GRAD")
     with context.operator_role(BACKWARD):
         program.add_operator("Less", [parameter, parameter], [less])

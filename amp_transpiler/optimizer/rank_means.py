@@ -117,7 +117,7 @@ def _settle(program: Graph, precision: str) -> None:
 
 def _like(grad: Variable) -> Variable:
     program = grad.program
-    new = program.add_variable(program.unique(f"{grad.name}@REDUCED"), grad.dtype, grad.shape)
+    new = program.fresh_variable(f"{grad.name}@REDUCED", grad.dtype, grad.shape)
     new.grad_of = grad.grad_of
     return new
 
@@ -126,7 +126,7 @@ def _rows_of_all(grad: Variable, attrs: Mapping[str, str]) -> Variable:
     """The mean of a sparse gradient: the rows of all ranks, or those that lie on this one, merged."""
     engine, program, table = several(), grad.program, grad.grad_of
     assert engine is not None and table is not None and table.shape is not None
-    rows, values = (program.add_variable(program.unique(f"{grad.name}@{what}"), None, None) for what in ("ROWS", "ALL"))
+    rows, values = (program.fresh_variable(f"{grad.name}@{what}", None, None) for what in ("ROWS", "ALL"))
     if "op" in attrs:
         raise ArgumentError(f"all_reduce: '{grad.name}' is a sparse gradient, of which there is a mean alone")
     type_, more = (ALL_GATHER, {}) if table.dealt is None else (SEND, {"size": table.shape[0]})

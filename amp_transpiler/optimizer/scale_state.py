@@ -68,10 +68,7 @@ class ScaleState:
             return
         program = found_inf.program
         counts = [self.bad_in_a_row, self.loss_bad_in_a_row, self.bad_at_floor]
-        new = [
-            None if v is None else program.add_variable(program.unique(f"{v.name}@NEW"), v.dtype, v.shape)
-            for v in counts
-        ]
+        new = [None if v is None else program.fresh_variable(f"{v.name}@NEW", v.dtype, v.shape) for v in counts]
         rule = scaler.attributes() if self.bad_at_floor is not None else {}
         attrs = {name: rule[name] for name in ("floor", "decr_every_n_nan_or_inf", "at_least") if name in rule}
         scale, bad = (self.scale, self.bad) if rule else (None, None)

@@ -151,7 +151,7 @@ def append_update(program: Program, type_: str, inputs: Sequence[Variable | None
 def next_value(state: Variable) -> Variable:
     """The variable ``<state>@NEW``, of the state's type and shape."""
     program = state.program
-    new = program.add_variable(program.unique(f"{state.name}@NEW"), state.dtype, state.shape)
+    new = program.fresh_variable(f"{state.name}@NEW", state.dtype, state.shape)
     new.stop_gradient = True
     return new
 
@@ -159,7 +159,7 @@ def next_value(state: Variable) -> Variable:
 def gated_value(state: Variable, old: Variable, new: Variable, found_inf: Variable) -> Variable:
     """The variable ``<state>@GATED``: ``new`` on a good step, ``old`` bit for bit where ``found_inf`` is true."""
     program = state.program
-    kept = program.add_variable(program.unique(f"{state.name}@GATED"), state.dtype, state.shape)
+    kept = program.fresh_variable(f"{state.name}@GATED", state.dtype, state.shape)
     kept.stop_gradient = True
     program.add_operator(GATE, [found_inf, old, new], [kept], domain=OWN)
     return kept

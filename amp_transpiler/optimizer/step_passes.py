@@ -264,16 +264,16 @@ def _times_scale(name: str, losses: Sequence[Variable], scale: Variable, trainin
     """The sum of fp32 losses times the scale; its share of a window where gradients accumulate."""
     program, total = losses[0].program, losses[0]
     if len(losses) > 1:
-        total = program.add_variable(program.unique("total_loss"), "float32", losses[0].shape)
+        total = program.fresh_variable("total_loss", "float32", losses[0].shape)
         program.add_operator("Sum", losses, [total])
     if training.accumulation is not None:
-        share = program.add_variable(program.unique(f"{total.name}@SHARE"), "float32", total.shape)
+        share = program.fresh_variable(f"{total.name}@SHARE", "float32", total.shape)
         count = program.add_constant("accumulate_steps", np.array(training.accumulation.steps, np.float32))
         program.add_operator("Div", [total, count], [share])
         total = share
     if not training.checks:
         return total
-    scaled = program.add_variable(program.unique(name), "float32", total.shape or (1,))
+    scaled = program.fresh_variable(name, "float32", total.shape or (1,))
     program.add_operator("Mul", [total, scale], [scaled])
     return scaled
 

@@ -33,7 +33,7 @@ def wide_loss(loss: Variable) -> Variable:
     """The loss in fp32."""
     if loss.dtype == "float32":
         return loss
-    wide = loss.program.add_variable(loss.program.unique(f"{loss.name}.cast_fp32"), "float32", loss.shape)
+    wide = loss.program.fresh_variable(f"{loss.name}.cast_fp32", "float32", loss.shape)
     loss.program.add_operator("Cast", [loss], [wide], attrs={"to": ONNX_TYPES["float32"]})
     return wide
 
@@ -44,7 +44,7 @@ def summed(losses: Sequence[Variable]) -> Variable:
         return losses[0]
     program, wide = losses[0].program, [wide_loss(loss) for loss in losses]
     shape = max((loss.shape or () for loss in wide), key=len)  # each is of shape [] or [1]
-    total = program.add_variable(program.unique(f"{losses[0].name}@SUM"), "float32", shape)
+    total = program.fresh_variable(f"{losses[0].name}@SUM", "float32", shape)
     program.add_operator("Sum", wide, [total])
     return total
 

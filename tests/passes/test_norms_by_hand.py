@@ -140,3 +140,8 @@ def test_what_is_no_norm_along_an_axis_stays(change: tuple[str, str]) -> None:
 def test_a_variable_inside_that_is_named_keeps_a_norm_written_out(name: str) -> None:
     converted = amp.convert(onnx.parser.parse_model(CHANNELS), black_varnames=[name])
     assert "LayerNormalization" not in {op.type for op in converted.operators}
+
+
+def test_a_model_has_the_same_names_however_many_were_converted_before() -> None:
+    first, second = (amp.convert(onnx.parser.parse_model(CHANNELS)).to_onnx() for _ in range(2))
+    assert first == second

@@ -268,14 +268,14 @@ def _seed(loss: Variable) -> Variable:
     program = loss.program
     assert loss.dtype is not None and loss.shape is not None
     ones = np.ones([1] * len(loss.shape), numpy_dtype(loss.dtype))
-    seed = program.add_variable(program.unique(f"{loss.name}@GRAD"), loss.dtype, loss.shape, data=ones)
+    seed = program.fresh_variable(f"{loss.name}@GRAD", loss.dtype, loss.shape, data=ones)
     seed.grad_of = loss
     return seed
 
 
 def new_gradient(variable: Variable, name: str) -> Variable:
     """A variable for a gradient of ``variable``, like it."""
-    new = variable.program.add_variable(variable.program.unique(name), variable.dtype, variable.shape)
+    new = variable.program.fresh_variable(name, variable.dtype, variable.shape)
     new.grad_of = variable
     return new
 
@@ -390,7 +390,7 @@ class _Sweep:
 def _add_output(op: Operator, slot: int) -> Variable:
     """Ask a forward operator for an optional output that its gradient reads (a dropout mask, indices)."""
     first = next(v for v in op.outputs if v is not None)
-    added = op.program.add_variable(op.program.unique(f"{first.name}.y{slot}"))
+    added = op.program.fresh_variable(f"{first.name}.y{slot}")
     op.set_output(slot, added)
     declare_outputs(op)
     return added

@@ -74,7 +74,7 @@ def _branch(branch: Graph, known: list[tuple[int, Variable]], captured: list[Var
 
 def _from_outside(branch: Graph, variable: Variable, inner: dict[Variable, Variable]) -> Variable:
     if variable not in inner:
-        new = branch.add_variable(branch.unique(variable.name), variable.dtype, variable.shape)
+        new = branch.fresh_variable(variable.name, variable.dtype, variable.shape)
         new.outer = variable
         inner[variable] = new
     return inner[variable]
@@ -84,8 +84,8 @@ def _zeros(branch: Graph, variable: Variable, inner: dict[Variable, Variable]) -
     """Zeros like a variable around the branch."""
     assert variable.dtype is not None
     like = _from_outside(branch, variable, inner)
-    size = branch.add_variable(branch.unique(f"{variable.name}.shape"), "int64", None)
-    zeros = branch.add_variable(branch.unique(f"{variable.name}@GRAD"), variable.dtype, variable.shape)
+    size = branch.fresh_variable(f"{variable.name}.shape", "int64", None)
+    zeros = branch.fresh_variable(f"{variable.name}@GRAD", variable.dtype, variable.shape)
     branch.add_operator("Shape", [like], [size])
     branch.add_operator("ConstantOfShape", [size], [zeros], attrs={"value": np.zeros(1, numpy_dtype(variable.dtype))})
     return zeros

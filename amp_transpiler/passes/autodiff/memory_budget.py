@@ -43,7 +43,7 @@ def working_peak(
     """
     gradients = sorted(gradients, key=lambda g: -1 if g.producer is None else g.producer.key, reverse=True)
     scale = program.add_constant("scale", np.ones(1, np.float32))
-    found_inf = program.add_variable(program.unique("found_inf"), "bool", (1,))
+    found_inf = program.fresh_variable("found_inf", "bool", (1,))
     program.add_operator(CHECK, [scale, *gradients], [found_inf], domain=OWN)
     lowered = lower(program, place, dict(shapes), [loss, found_inf, *gradients])
     return max(plan(lowered.sized or lowered).totals(), default=0)

@@ -163,13 +163,13 @@ class _Copier:
         return self.copies[variable.key]
 
     def _new(self, variable: Variable, name: str) -> Variable:
-        new = self.program.add_variable(self.program.unique(name), variable.dtype, variable.shape)
+        new = self.program.fresh_variable(name, variable.dtype, variable.shape)
         new.type_proto, new.stop_gradient = variable.type_proto, True
         return new
 
     def _token(self, source: Variable) -> Variable:
         if self.token is None:
-            self.token = self.program.add_variable(self.program.unique(f"{source.name}@TOKEN"), "float32", ())
+            self.token = self.program.fresh_variable(f"{source.name}@TOKEN", "float32", ())
             op = self.program.add_operator(TOKEN, [source], [self.token], domain=OWN, role=BACKWARD)
             op.guard, op.scope = False, self.segment.operators[0].scope
         return self.token

@@ -42,7 +42,7 @@ def append_dense(gradient: Variable, name: str) -> Variable:
     """Append the gradient of the whole table, of its rows."""
     program, table = gradient.program, gradient.grad_of
     assert table is not None
-    dense = program.add_variable(program.unique(name), gradient.dtype, table.shape)
+    dense = program.fresh_variable(name, gradient.dtype, table.shape)
     dense.grad_of = table
     program.add_operator(DENSE, [gradient.rows, gradient], [dense], domain=OWN)
     return dense
@@ -53,8 +53,8 @@ def _appended(
 ) -> Variable:
     """The gradient of some rows that an operator makes, with its rows beside it."""
     program = table.program
-    rows = program.add_variable(program.unique(f"{name}.rows"), "int64", None)
-    values = program.add_variable(program.unique(name), table.dtype, None)
+    rows = program.fresh_variable(f"{name}.rows", "int64", None)
+    values = program.fresh_variable(name, table.dtype, None)
     values.grad_of, values.rows = table, rows
     op = program.add_operator(type_, inputs, [rows, values], attrs=attrs, domain=OWN)
     declare_outputs(op)

@@ -186,7 +186,7 @@ def _shared(body: Graph, program: Graph, label: str) -> dict[Variable, Variable]
             body.remove_variable(variable)
         else:
             name = variable.name if not program.has_var(variable.name) else f"{label}/{variable.name}"
-            made = program.add_variable(program.unique(name), variable.dtype, variable.shape, data=variable.data)
+            made = program.fresh_variable(name, variable.dtype, variable.shape, data=variable.data)
             made.persistable, made.trainable = variable.persistable, variable.trainable
             shared[variable] = made
     return shared
@@ -292,17 +292,12 @@ def _pieces(op: Operator, sequence: Variable, axis: int, trips: int, env: _Known
     """The elements of a sequence along ``axis``: one Split, whose gradient is one Concat."""
     program, shape = op.program, env.shape(sequence)
     thin = (*shape[:axis], 1, *shape[axis + 1 :])
-    slices = [
-        program.add_variable(program.unique(f"{op.label}/{sequence.name}.{i}"), sequence.dtype, thin)
-        for i in range(trips)
-    ]
+    slices = [program.fresh_variable(f"{op.label}/{sequence.name}.{i}", sequence.dtype, thin) for i in range(trips)]
     add_operator(op, "Split", [sequence], slices, axis=axis, split=[1] * trips)
     where = program.add_constant(f"{op.label}/axis", np.array([axis], np.int64))
     found = []
     for piece in slices:
-        one = program.add_variable(
-            program.unique(f"{piece.name}.value"), sequence.dtype, (*shape[:axis], *shape[axis + 1 :])
-        )
+        one = program.fresh_variable(f"{piece.name}.value", sequence.dtype, (*shape[:axis], *shape[axis + 1 :]))
         _with_axis(op, "Squeeze", piece, where, axis, one)
         found.append(one)
     return found
@@ -326,11 +321,11 @@ def _stack(op: Operator, row: list[Variable], axis: int) -> Variable:
     apart = []
     for value in row:
         size = None if shape is None else (*shape[:axis], 1, *shape[axis:])
-        thin = program.add_variable(program.unique(f"{value.name}.row"), first.dtype, size)
+        thin = program.fresh_variable(f"{value.name}.row", first.dtype, size)
         _with_axis(op, "Unsqueeze", value, where, axis, thin)
         apart.append(thin)
     whole = None if shape is None else (*shape[:axis], len(row), *shape[axis:])
-    out = program.add_variable(program.unique(f"{first.name}.rows"), first.dtype, whole)
+    out = program.fresh_variable(f"{first.name}.rows", first.dtype, whole)
     _add(op, "Concat", apart, [out], axis=axis)
     return out
 

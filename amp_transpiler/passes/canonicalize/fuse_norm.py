@@ -104,7 +104,7 @@ def _fuse(norm: _Norm) -> None:
     order = [axis for axis in range(rank) if axis not in norm.axes] + list(norm.axes)
     moved = order != sorted(order)
     read = _transposed(x, order, last) if moved else x
-    made = program.new_variable(out.name, out.dtype, read.shape) if moved else out
+    made = program.fresh_variable(f"{out.name}.tmp", out.dtype, read.shape) if moved else out
     inputs = [read, _scale(norm, scale, size), *([] if bias is None else [bias])]
     attrs = {"axis": -len(norm.axes), "epsilon": norm.epsilon / norm.factor}
     program.add_operator("LayerNormalization", inputs, [made], attrs=attrs, name=last.name, like=last)
@@ -122,15 +122,15 @@ def _scale(norm: _Norm, scale: Variable | None, size: tuple[int, ...]) -> Variab
     if scale is None or held is not None:
         array = np.ones(size, numpy_dtype(x.dtype or "float32")) if held is None else as_array(held)
         return program.add_constant(f"{x.name}.scale", (array * by).astype(array.dtype))
-    made, factor = program.new_variable(scale.name, scale.dtype, size), np.array(by, numpy_dtype(x.dtype or "float32"))
-    constant = program.add_constant(f"{scale.name}.factor", factor)
+    made = program.fresh_variable(f"{scale.name}.tmp", scale.dtype, size)
+    constant = program.add_constant(f"{scale.name}.factor", np.array(by, numpy_dtype(x.dtype or "float32")))
     program.add_operator("Mul", [scale, constant], [made], like=norm.last)
     return made
 
 
 def _transposed(x: Variable, order: list[int], like: Operator) -> Variable:
     assert x.shape is not None
-    made = x.program.new_variable(x.name, x.dtype, tuple(x.shape[axis] for axis in order))
+    made = x.program.fresh_variable(f"{x.name}.tmp", x.dtype, tuple(x.shape[axis] for axis in order))
     x.program.add_operator("Transpose", [x], [made], attrs={"perm": order}, like=like)
     return made
 
@@ -150,7 +150,7 @@ def _of_size(weight: Variable, size: tuple[int, ...], like: Operator) -> Variabl
     array = constant_content(weight)
     if array is not None:
         return program.add_constant(weight.name, as_array(array).reshape(size))
-    made = program.new_variable(weight.name, weight.dtype, size)
+    made = program.fresh_variable(f"{weight.name}.tmp", weight.dtype, size)
     sizes = program.add_constant(f"{weight.name}.sizes", np.array(size, np.int64))
     program.add_operator("Reshape", [weight, sizes], [made], like=like)
     return made

@@ -156,14 +156,14 @@ def _fuse(turn: _Turn, layout: _Layout, tables: dict[Variable, Variable]) -> Non
     read, out = [program.add_constant(f"{x.name}.positions", at), cos, sin], last.outputs[0]
     remove(last, {x, turn.cos, turn.sin})
     if turn.apart:
-        paired = program.new_variable(x.name, x.dtype, x.shape)
+        paired = program.fresh_variable(f"{x.name}.tmp", x.dtype, x.shape)
         _part(paired, out, layout.size, last)
         out = paired
     if heads is None:
         _add(program, [x, *read], out, last, attrs)
         return
     width, (batch, places, *_) = heads * layout.size, x.shape or ()
-    rows, turned = (program.new_variable(x.name, x.dtype, (batch, places, width)) for _ in range(2))
+    rows, turned = (program.fresh_variable(f"{x.name}.tmp", x.dtype, (batch, places, width)) for _ in range(2))
     _reshape(x, rows, [0, 0, width], last)
     _add(program, [rows, *read], turned, last, {"num_heads": heads, **attrs})
     _reshape(turned, out, [0, 0, heads, layout.size], last)
@@ -184,8 +184,8 @@ def _reshape(source: Variable, target: Variable | None, sizes: list[int], like: 
 def _part(paired: Variable, out: Variable | None, size: int, like: Operator) -> None:
     """Put the first of all neighbours before the second ones."""
     program, rows = paired.program, (paired.shape or ())[:3]
-    columns = program.new_variable(paired.name, paired.dtype, (*rows, size // 2, 2))
-    halves = program.new_variable(paired.name, paired.dtype, (*rows, 2, size // 2))
+    columns = program.fresh_variable(f"{paired.name}.tmp", paired.dtype, (*rows, size // 2, 2))
+    halves = program.fresh_variable(f"{paired.name}.tmp", paired.dtype, (*rows, 2, size // 2))
     _reshape(paired, columns, [0, 0, 0, size // 2, 2], like)
     program.add_operator("Transpose", [columns], [halves], attrs={"perm": [0, 1, 2, 4, 3]}, like=like)
     _reshape(halves, out, [0, 0, 0, size], like)
@@ -196,13 +196,13 @@ def _as_rows(table: Variable, turn: _Turn, layout: _Layout, tables: dict[Variabl
     if table not in tables:
         program, part, width, shape = table.program, table, layout.size // 2, table.shape or ()
         if shape[-1] != width:
-            part = program.new_variable(table.name, table.dtype, (*shape[:-1], width))
+            part = program.fresh_variable(f"{table.name}.tmp", table.dtype, (*shape[:-1], width))
             numbers = (0, layout.size, -1, 2) if turn.pairs else (0, width, -1, 1)
             bounds = [program.add_constant(f"{table.name}.part", np.array([n])) for n in numbers]
             program.add_operator("Slice", [table, *bounds], [part], like=turn.last)
         places: int | str = layout.places
         if layout.examples != 1 and isinstance(places, int):
             places *= layout.examples
-        tables[table] = program.new_variable(table.name, table.dtype, (places, width))
+        tables[table] = program.fresh_variable(f"{table.name}.tmp", table.dtype, (places, width))
         _reshape(part, tables[table], [-1, width], turn.last)
     return tables[table]

@@ -107,7 +107,7 @@ def _write(root: Operator, made: Variable, found: _Root) -> None:
 
     def add(type_: str, inputs: Sequence[Variable], size: int, **attrs: object) -> Variable:
         shape = (*(found.terms[0].shape or ()), size)
-        out = program.add_variable(program.unique(f"{made.name}.{type_.lower()}"), "float32", shape)
+        out = program.fresh_variable(f"{made.name}.{type_.lower()}", "float32", shape)
         add_operator(root, type_, inputs, [out], **attrs)
         return out
 

@@ -21,8 +21,7 @@ def write_log_sigmoids(program: Graph) -> list[str]:
             continue
         remove(log, {x})
         back, above = (
-            program.add_variable(program.unique(f"{out.name}.{word}"), out.dtype, out.shape)
-            for word in ("negated", "softplus")
+            program.fresh_variable(f"{out.name}.{word}", out.dtype, out.shape) for word in ("negated", "softplus")
         )
         program.add_operator("Neg", [x], [back], like=log)
         program.add_operator("Softplus", [back], [above], like=log)

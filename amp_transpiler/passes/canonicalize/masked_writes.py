@@ -79,7 +79,7 @@ def _write(scatter: Operator, mask: Variable, value: Variable) -> None:
     missing = len(x.shape or ()) - len(mask.shape or ())
     remove(scatter, {x, mask, value})
     if missing:
-        chosen = program.new_variable(mask.name, mask.dtype, (*(mask.shape or ()), *[1] * missing))
+        chosen = program.fresh_variable(f"{mask.name}.tmp", mask.dtype, (*(mask.shape or ()), *[1] * missing))
         axes = program.add_constant(f"{mask.name}.axes", np.arange(-missing, 0))
         program.add_operator("Unsqueeze", [mask, axes], [chosen], like=scatter)
     program.add_operator("Where", [chosen, value, x], [out], name=name, like=scatter)

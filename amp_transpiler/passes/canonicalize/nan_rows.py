@@ -104,7 +104,7 @@ def _ask_first(op: Operator, rows: Variable) -> None:
     asked = op.outputs[0]
     assert asked is not None
     bounds = [program.add_constant(f"{rows.name}.{name}", np.array([n])) for name, n in _FIRST]
-    first = program.new_variable(rows.name, rows.dtype, shape)
+    first = program.fresh_variable(f"{rows.name}.tmp", rows.dtype, shape)
     program.add_operator("Slice", [rows, *bounds], [first], like=op)
     op.set_input(0, first)
     asked.shape = shape

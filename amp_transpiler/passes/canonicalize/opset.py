@@ -260,7 +260,7 @@ def _rounded(op: Operator, scales: Variable | None) -> None:
     if (factors > 1).any():
         first, source = dict(op.attrs), op.inputs[0]
         assert source is not None
-        shrunk = op.program.add_variable(op.program.unique(f"{source.name}.shrunk"), source.dtype)
+        shrunk = op.program.fresh_variable(f"{source.name}.shrunk", source.dtype)
         smaller, larger = (
             _constant(op, name, bound(factors, 1)) for name, bound in (("down", np.minimum), ("up", np.maximum))
         )
@@ -305,9 +305,9 @@ def _softmax(op: Operator) -> None:
         op.attrs["axis"] = -1
         return
     program = op.program
-    flat = program.add_variable(program.unique(f"{target.name}.flat"), source.dtype, (None, None))
-    soft = program.add_variable(program.unique(f"{target.name}.soft"), source.dtype, (None, None))
-    shape = program.add_variable(program.unique(f"{target.name}.shape"), "int64", (rank,))
+    flat = program.fresh_variable(f"{target.name}.flat", source.dtype, (None, None))
+    soft = program.fresh_variable(f"{target.name}.soft", source.dtype, (None, None))
+    shape = program.fresh_variable(f"{target.name}.shape", "int64", (rank,))
     op.set_input(0, flat)
     op.set_output(0, soft)
     op.attrs["axis"] = -1
@@ -362,9 +362,9 @@ def _group_norm(op: Operator) -> None:
     for slot in (1, 2):
         old = op.inputs[slot]
         assert old is not None
-        column = program.add_variable(program.unique(f"{old.name}.column"), old.dtype, (groups, 1))
-        wide = program.add_variable(program.unique(f"{old.name}.wide"), old.dtype, (groups, per_group))
-        flat = program.add_variable(program.unique(f"{old.name}.channels"), old.dtype, (source.shape[1],))
+        column = program.fresh_variable(f"{old.name}.column", old.dtype, (groups, 1))
+        wide = program.fresh_variable(f"{old.name}.wide", old.dtype, (groups, per_group))
+        flat = program.fresh_variable(f"{old.name}.channels", old.dtype, (source.shape[1],))
         program.add_operator("Unsqueeze", [old, _constant(op, f"axes{slot}", np.array([1]))], [column])
         program.add_operator("Expand", [column, _constant(op, f"wide{slot}", np.array([groups, per_group]))], [wide])
         program.add_operator("Reshape", [wide, _constant(op, f"flat{slot}", np.array([-1]))], [flat])

@@ -73,10 +73,11 @@ def _write(rows: _Rows) -> None:
     name, attrs = last.name, {"axis": 2, "epsilon": last.attrs.get("epsilon", 1e-5)}
     remove(last, {x, *(weight for _, weight in steps)})
     ones = program.add_constant(f"{made.name}.ones", np.ones(shape[2:], numpy_dtype(x.dtype or "float32")))
-    out = program.new_variable(made.name, made.dtype, shape) if steps else made
+    out = program.fresh_variable(f"{made.name}.tmp", made.dtype, shape) if steps else made
     program.add_operator("LayerNormalization", [x, ones], [out], attrs=attrs, name=name, like=last)
     for index, (type_, weight) in enumerate(steps):
-        before, out = out, program.new_variable(made.name, made.dtype, shape) if index + 1 < len(steps) else made
+        last_step, before = index + 1 == len(steps), out
+        out = made if last_step else program.fresh_variable(f"{made.name}.tmp", made.dtype, shape)
         program.add_operator(type_, [before, _column(last, weight, shape)], [out], like=last)
 
 
@@ -89,7 +90,7 @@ def _is(variable: Variable, number: float) -> bool:
 def _column(like: Operator, weight: Variable, normalised: tuple[int, ...]) -> Variable:
     """A number for each row of what is normalised, with ones behind it."""
     program, shape = like.program, (normalised[1], *[1] * len(normalised[2:]))
-    made = program.new_variable(weight.name, weight.dtype, shape)
+    made = program.fresh_variable(f"{weight.name}.tmp", weight.dtype, shape)
     sizes = program.add_constant(f"{weight.name}.column", np.array(shape, np.int64))
     program.add_operator("Reshape", [weight, sizes], [made], like=like)
     return made

@@ -214,8 +214,7 @@ class _Found:
         self.program.add_operator(type_, inputs, [output], name=name, like=self.mean)
 
     def _new(self, shape: object) -> Variable:
-        name = self.program.unique(f"{self.made.name}.norm")
-        return self.program.add_variable(name, self.x.dtype, shape)  # type: ignore[arg-type]
+        return self.program.fresh_variable(f"{self.made.name}.norm", self.x.dtype, shape)  # type: ignore[arg-type]
 
     def _norm(self, x: Variable, axes: Sequence[int], shape: object) -> Variable:
         out, keep = self._new(shape), int(shape == self._kept_shape())

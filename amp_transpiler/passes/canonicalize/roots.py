@@ -43,7 +43,7 @@ def _write(power: Operator, inverse: bool) -> None:
     name = power.name
     program.remove_operator(power)
     drop_unread(exponent)
-    root = program.add_variable(program.unique(f"{out.name}.root"), out.dtype, out.shape) if inverse else out
+    root = program.fresh_variable(f"{out.name}.root", out.dtype, out.shape) if inverse else out
     op = program.add_operator("Sqrt", [base], [root], name="" if inverse else name, like=power)
     if inverse:
         program.add_operator("Reciprocal", [root], [out], name=name, like=op)

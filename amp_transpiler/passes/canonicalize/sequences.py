@@ -127,7 +127,7 @@ def _split(op: Operator) -> list[Variable] | None:
         return None
     axis %= len(x.shape)
     shapes = [(*x.shape[:axis], n, *x.shape[axis + 1 :]) for n in sizes]
-    made = [program.add_variable(program.unique(f"{op.label}/{i}"), x.dtype, shape) for i, shape in enumerate(shapes)]
+    made = [program.fresh_variable(f"{op.label}/{i}", x.dtype, shape) for i, shape in enumerate(shapes)]
     add_operator(op, "Split", [x], made, axis=axis, split=sizes)
     if given is None and not op.attrs.get("keepdims", 1):
         made = [_changed(op, "Squeeze", v, axis, (*x.shape[:axis], *x.shape[axis + 1 :])) for v in made]
@@ -142,7 +142,7 @@ def _thin(op: Operator, x: Variable, axis: int) -> Variable:
 def _changed(op: Operator, type_: str, x: Variable, axis: int, shape: tuple[int | str | None, ...] | None) -> Variable:
     """The tensor with one dimension more or less."""
     program = op.program
-    out = program.add_variable(program.unique(f"{x.name}.{type_.lower()}"), x.dtype, shape)
+    out = program.fresh_variable(f"{x.name}.{type_.lower()}", x.dtype, shape)
     add_operator(op, type_, [x], [out], axes=[axis])
     return out
 

@@ -231,7 +231,7 @@ class _Writer:
             within = constant_array(inner.inputs[1]) if inner.inputs[1] is not None else None
             if within is not None:
                 pads, change = pads + within, inner.inputs[0]
-        made = self.program.new_variable(change.name, change.dtype, shape)
+        made = self.program.fresh_variable(f"{change.name}.tmp", change.dtype, shape)
         sizes = self.program.add_constant(f"{change.name}.pads", pads)
         self.padded.add(self._add("Pad", [change, sizes], made))
         return made
@@ -307,7 +307,7 @@ class _Writer:
         if order == sorted(order):
             return value
         shape = value.shape or ()
-        made = self.program.new_variable(value.name, value.dtype, [shape[axis] for axis in order])
+        made = self.program.fresh_variable(f"{value.name}.tmp", value.dtype, [shape[axis] for axis in order])
         self._add("Transpose", [value], made, perm=order)
         return made
 
@@ -332,7 +332,7 @@ class _Writer:
         shape = list(like.shape or ())
         if size is not None:
             shape[axis] = size
-        return self.program.new_variable(like.name, like.dtype, shape)
+        return self.program.fresh_variable(f"{like.name}.tmp", like.dtype, shape)
 
     def _add(self, type_: str, inputs: Sequence[Variable], made: Variable, **attrs: object) -> Operator:
         self.fresh[made] = None

@@ -204,7 +204,7 @@ def _write(loop: _Loop) -> None:
         return program.add_constant(f"{out.name}.{name}", array.astype(np.float32))
 
     def add(type_: str, one: Variable, other: Variable) -> Variable:
-        made = program.add_variable(program.unique(f"{out.name}.{type_.lower()}"), out.dtype, shape)
+        made = program.fresh_variable(f"{out.name}.{type_.lower()}", out.dtype, shape)
         program.add_operator(type_, [one, other], [made], like=like)
         return made
 

@@ -120,19 +120,19 @@ def _write(last: Operator, found: _Length) -> None:
     program, x, out = last.program, found.x, last.outputs[0]
     assert out is not None and x.shape is not None
     shape = tuple(1 if axis in found.axes else size for axis, size in enumerate(x.shape))
-    length = program.add_variable(program.unique(f"{x.name}.norm"), x.dtype, shape)
+    length = program.fresh_variable(f"{x.name}.norm", x.dtype, shape)
     norm = add_operator(last, "ReduceL2", [x], [length], axes=found.axes, keepdims=1)
     norm.metadata[NORM] = "of a vector that it divides"
     if found.floor:
         floor = np.float16(max(found.floor, LEAST_HALF))
         held = program.add_constant(f"{x.name}.floor", np.array(floor, np.float32))
-        bounded = program.add_variable(program.unique(length.name), x.dtype, shape)
+        bounded = program.fresh_variable(length.name, x.dtype, shape)
         program.add_operator("Max", [length, held], [bounded], like=last)
         length = bounded
     name, quotient = last.name, out
     remove(last, {x, length})
     if found.gain != 1:
-        quotient = program.add_variable(program.unique(f"{x.name}.unit"), x.dtype, out.shape)
+        quotient = program.fresh_variable(f"{x.name}.unit", x.dtype, out.shape)
         factor = program.add_constant(f"{x.name}.gain", np.array(found.gain, np.float32))
         program.add_operator("Mul", [quotient, factor], [out], name=name, like=last)
     program.add_operator("Div", [x, length], [quotient], name=name if found.gain == 1 else "", like=last)

@@ -141,7 +141,7 @@ def _split(variable: Variable, pieces: list[Piece]) -> None:
             drop_unread(bound)
     one = [1 if i == axis else size for i, size in enumerate(variable.shape or ())]
     parts = [
-        result if piece.keeps else program.new_variable(variable.name, variable.dtype, one)
+        result if piece.keeps else program.fresh_variable(f"{variable.name}.tmp", variable.dtype, one)
         for piece, result in zip(pieces, results, strict=True)
     ]
     sizes = program.add_constant(f"{variable.name}.sizes", np.array([piece.end - piece.start for piece in pieces]))

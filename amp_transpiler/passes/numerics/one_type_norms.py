@@ -131,4 +131,4 @@ def _give(norm: Operator, slot: int, array: Array, dtype: str) -> None:
         constants.replace(variable, array)
         variable.dtype = dtype
     else:
-        norm.set_input(slot, program.add_constant(program.unique(f"{variable.name}.cast_{SHORT[dtype]}"), array))
+        norm.set_input(slot, program.add_constant(f"{variable.name}.cast_{SHORT[dtype]}", array))

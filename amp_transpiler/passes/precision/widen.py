@@ -99,7 +99,7 @@ def _keep_io(program: Graph, moved: dict[str, str], free: Collection[str]) -> se
         producer = variable.producer
         if producer is None and not variable.readers:
             continue
-        full = program.add_variable(program.unique(f"{variable.name}.fp32"), "float32", variable.shape)
+        full = program.fresh_variable(f"{variable.name}.fp32", "float32", variable.shape)
         program.replace_uses(variable, full)
         if producer is None:
             add_cast(variable, full)
@@ -164,13 +164,13 @@ def _between_casts(op: Operator, reads: list[str | None], writes: list[str | Non
     for slot, dtype in enumerate(reads):
         variable = op.input(slot)
         if dtype is not None and variable is not None:
-            narrow = program.add_variable(program.unique(f"{variable.name}.cast_{SHORT[dtype]}"), dtype, variable.shape)
+            narrow = program.fresh_variable(f"{variable.name}.cast_{SHORT[dtype]}", dtype, variable.shape)
             add_cast(variable, narrow)
             op.set_input(slot, narrow)
     for slot, dtype in enumerate(writes):
         variable = op.output(slot)
         if dtype is not None and variable is not None:
-            raw = program.add_variable(program.unique(f"{variable.name}.{SHORT[dtype]}"), dtype, variable.shape)
+            raw = program.fresh_variable(f"{variable.name}.{SHORT[dtype]}", dtype, variable.shape)
             op.set_output(slot, raw)
             add_cast(raw, variable)
 
