@@ -85,6 +85,7 @@ class Kind(Enum):
     ATTENTION = "softmax of an attention"
     FOURIER = "a Fourier transform"
     PLACES = "places in an image"
+    ANGLE = "an angle of what is fed: 16 bit holds none of many turns"
     UNPROVED = "black list, and nothing proves that '{subject}' fits {detail}"
     AFTER = "after {subject}: {cause}"
     COUNTS = "integer-valued: it computes with the integers of '{subject}'"
