@@ -123,6 +123,7 @@ class Kind(Enum):
     NEGATIVE_POWER = "a negative power leaves fp16 near 0"
     OVER_A_FLOOR = "a quotient by '{subject}', which may be {detail}, leaves fp16"
     ONTO_A_POLE = "a bound of {detail} is {detail} in {detail}, a pole of {subject}"
+    NEAR_ONE = "{subject} brings out small numbers beside 1, where 16 bit keeps few digits of them"
     NEARS_A_POLE = "comes near {detail}, which it reaches in {detail}: a pole of {subject}"
     POWER = "raises to the power {detail}"
     GAIN = "weights of norm {detail} take inputs of {detail} out of fp16"

@@ -21,6 +21,7 @@ from amp_transpiler.passes.numerics.comparisons import keep_comparisons
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.fed_angles import keep_angles
 from amp_transpiler.passes.numerics.integer_valued import keep_integer_valued
+from amp_transpiler.passes.numerics.near_one import keep_near_one
 from amp_transpiler.passes.numerics.overflow_rules import apply_overflow_rules
 from amp_transpiler.passes.numerics.places import keep_places
 from amp_transpiler.passes.numerics.poles import keep_from_poles
@@ -41,6 +42,7 @@ def known_constraints(
     progress("constants")
     check_constants(program, dtype, constraints, flow, ranges.extremes)
     keep_from_poles(flow, dtype, constraints)
+    keep_near_one(flow, ranges, constraints)
     progress("integers and ranges")
     keep_integer_valued(program, constraints)
     keep_places(flow, constraints)
