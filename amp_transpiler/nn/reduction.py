@@ -75,8 +75,8 @@ def var(x: Variable, axis: Axis = None, unbiased: bool = True, keepdim: bool = F
     y = _reduce(call, "ReduceMean", squares, axes, keepdim, prefix)
     if not flag(call, "unbiased", unbiased):
         return y
-    count = _count(call, x, axes)
-    return append(call, "Mul", [y, constant(x, count / (count - 1))], prefix=prefix)
+    rest = append(call, "Mul", [y, constant(x, 1 / (_count(call, x, axes) - 1))], prefix=prefix)
+    return append(call, "Add", [y, rest], prefix=prefix)  # N / (N - 1) would be rounded to 16 bit
 
 
 def _deviation(call: str, x: Variable, axes: list[int], prefix: str) -> Variable:

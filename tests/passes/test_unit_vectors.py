@@ -29,6 +29,8 @@ FORMS = {
         y = Mul(r, x)""",
     "an inverse, with a gain": """l = ReduceL2(x, last)  c = Max(l, eps)  r = Reciprocal(c)  g = Mul(r, gain)
         y = Mul(x, g)""",
+    "shares of it": "l = ReduceL2(x, last)  m = ReduceMax(x, last)  s = Div(m, l)  y = Mul(x, s)",
+    "a number over it": "l = ReduceL2(x, last)  c = Max(l, eps)  s = Div(gain, c)  y = Mul(s, x)",
     "an inverse": "l = ReduceL2(x, last)  c = Max(l, eps)  r = Reciprocal(c)  y = Mul(r, x)",
 }
 RNG = np.random.default_rng(0)
@@ -143,6 +145,35 @@ def test_in_training_it_is_float16_without_casts() -> None:
     ]
     assert {program.var(name).dtype for name in names if "GRAD" not in name} == {"float16"} and len(names) >= 3
     assert kinds(program)[:4] == ["Cast", "ReduceL2", "Max", "Div"]  # the cast of the input
+
+
+def test_a_weight_norm_trains_whatever_the_length_of_its_weights() -> None:
+    """As torch exports it: what is multiplied with weights of 1000 is 1000 times less, and its gradient so much more."""
+    weights = ", ".join(f"{value:.1f}" for value in np.random.default_rng(1).normal(size=256) * 1000)
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["" : 18]> net (float[4,16] x) => (float[4,16] y)
+        <float[16,16] v = {{{weights}}}, float[16,1] g = {{{", ".join(["1"] * 16)}}}, int64[1] last = {{-1}}>
+        {{ l = ReduceL2(v, last)  s = Div(g, l)  w = Mul(v, s)  t = Transpose(w)  y = MatMul(x, t) }}"""
+    )
+    grads, x = [], np.random.default_rng(2).normal(size=(4, 16)).astype(np.float32)
+    for pure in (False, True):
+        program = amp.Program.from_onnx(model)
+        amp.prepare_training(program)
+        with amp.program_guard(program, program.startup):
+            loss = F.sum(F.square(F.cast(program.outputs[0], "float32")))
+            optimizer = amp.optimizer.SGD(0.0, multi_precision=True)
+            if pure:
+                optimizer = amp.decorate(optimizer, init_loss_scaling=128.0, use_pure_fp16=True, use_fp16_guard=False)
+            pairs = optimizer.backward(loss)
+        scope, exe = amp.Scope(), amp.Executor(threads=1)
+        exe.run(program.startup, scope=scope)
+        if pure:
+            optimizer.amp_init(amp.CPUPlace(), scope)
+        found = dict(
+            zip([p.name for p, _ in pairs], exe.run(program, {"x": x}, [g for _, g in pairs], scope), strict=True)
+        )
+        grads.append(found["g"].astype(np.float64).ravel() / (128 if pure else 1))
+    assert np.linalg.norm(grads[1] - grads[0]) < 2e-3 * np.linalg.norm(grads[0])
 
 
 @pytest.mark.parametrize(

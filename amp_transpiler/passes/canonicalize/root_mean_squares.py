@@ -134,9 +134,10 @@ class _Found:
         """Write the mean square as the square of a norm, unless its small values count in what follows."""
         if any(isinstance(slot, str) or op.type in _DELICATE for op, slot in self.made.readers):
             return False
-        norm = self._scaled(self._norm(self.x, self.axes, self.made.shape), 1 / math.sqrt(self.count))
+        norm = self._norm(self.x, self.axes, self.made.shape)
+        shares = [self._scaled(norm, share) for share in _factors(1 / self.count)]
         remove(self.mean, {self.x})
-        self._add("Mul", [norm, norm], self.made, self.mean.name)
+        self._add("Mul", shares, self.made, self.mean.name)
         return True
 
     def _root(self) -> _Root | None:
@@ -237,3 +238,11 @@ class _Found:
         out = self._new(x.shape)
         self._add("Mul", [x, number], out)
         return out
+
+
+def _factors(product: float) -> tuple[float, float]:
+    """Two numbers of float16 that have this product, about as large: the root would be rounded, and counts twice."""
+    near = np.float16(math.sqrt(product) * (1 + np.arange(-64, 65) / 1024))
+    other = np.float16(product / near.astype(np.float64))
+    best = int(np.argmin(np.abs(near.astype(np.float64) * other - product)))
+    return float(near[best]), float(other[best])

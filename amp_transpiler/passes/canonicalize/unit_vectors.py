@@ -41,7 +41,7 @@ class _Length:
     axes: list[int]
     operators: list[Operator]
     floor: float
-    gain: float = 1.0
+    gain: float | Variable = 1.0
 
 
 def write_unit_vectors(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> int:
@@ -61,8 +61,12 @@ def write_unit_vectors(program: Graph, names: frozenset[str], keep: frozenset[Op
 def _length(last: Operator, names: frozenset[str]) -> _Length | None:
     """What the operator divides by, where that is the length of what it divides."""
     for slot in (1,) if last.type == "Div" else (0, 1):
-        below, gain, before = last.input(slot), 1.0, []
-        if last.type == "Mul":
+        below, before = last.input(slot), list[Operator]()
+        gain: float | Variable = 1.0
+        share = alone(below, ("Div",), names) if last.type == "Mul" else None
+        if share is not None and share.inputs[0] is not None:  # as torch writes its weight norm
+            gain, below, before = share.inputs[0], share.input(1), [share]
+        elif last.type == "Mul":
             product = alone(below, ("Mul",), names)
             factor, by = (None, None) if product is None else added_number(below, "Mul")
             if product is not None and by is not None:
@@ -130,9 +134,11 @@ def _write(last: Operator, found: _Length) -> None:
         program.add_operator("Max", [length, held], [bounded], like=last)
         length = bounded
     name, quotient = last.name, out
-    remove(last, {x, length})
-    if found.gain != 1:
-        quotient = program.fresh_variable(f"{x.name}.unit", x.dtype, out.shape)
-        factor = program.add_constant(f"{x.name}.gain", np.array(found.gain, np.float32))
-        program.add_operator("Mul", [quotient, factor], [out], name=name, like=last)
-    program.add_operator("Div", [x, length], [quotient], name=name if found.gain == 1 else "", like=last)
+    gain = found.gain
+    if not isinstance(gain, Variable):
+        gain = program.add_constant(f"{x.name}.gain", np.array(gain, np.float32)) if gain != 1 else None
+    remove(last, {v for v in (x, length, gain) if v is not None})
+    if gain is not None:
+        quotient = program.fresh_variable(f"{x.name}.unit", x.dtype, x.shape)
+        program.add_operator("Mul", [quotient, gain], [out], name=name, like=last)
+    program.add_operator("Div", [x, length], [quotient], name=name if quotient is out else "", like=last)

@@ -19,7 +19,9 @@ from amp_transpiler.ir.types import FLOATS, SHORT
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.numerics.comparisons import keep_comparisons
 from amp_transpiler.passes.numerics.constraints import Constraints
+from amp_transpiler.passes.numerics.fed_angles import keep_angles
 from amp_transpiler.passes.numerics.integer_valued import keep_integer_valued
+from amp_transpiler.passes.numerics.near_one import keep_near_one
 from amp_transpiler.passes.numerics.overflow_rules import apply_overflow_rules
 from amp_transpiler.passes.numerics.places import keep_places
 from amp_transpiler.passes.numerics.poles import keep_from_poles
@@ -40,9 +42,11 @@ def known_constraints(
     progress("constants")
     check_constants(program, dtype, constraints, flow, ranges.extremes)
     keep_from_poles(flow, dtype, constraints)
+    keep_near_one(flow, ranges, constraints)
     progress("integers and ranges")
     keep_integer_valued(program, constraints)
     keep_places(flow, constraints)
+    keep_angles(program, flow, ranges, constraints)
     keep_comparisons(flow, constraints)
     keep_quantised(program, constraints)
     apply_overflow_rules(program, dtype, ranges, constraints, flow)

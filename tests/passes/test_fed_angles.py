@@ -1,0 +1,83 @@
+"""Angles of what is fed are computed in fp32, and those that a layer makes may be 16 bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.passes.numerics.constraints import Constraints
+from amp_transpiler.passes.numerics.fed_angles import keep_angles
+from amp_transpiler.passes.numerics.ranges import Ranges
+from amp_transpiler.passes.view.flow import Flow
+from tests.helpers.constraints_of import run_faithful
+from tests.helpers.sessions import session
+
+HEAD = '<ir_version: 10, opset_import: ["" : 20]>\n'
+WEIGHTS = "float[2,3] w = {0.1, 3, 7, -9, 0.2, 5}, float[4] f = {1, 0.1, 0.01, 0.001}, float[8,2] l = {" + (
+    ", ".join(["0.1"] * 16) + "}, float turn = {6.2831853}, int64[1] one = {1}"
+)
+
+CASES = {
+    "time steps": (
+        "m (float[N] t) => (float[N,4] y) { u = Unsqueeze(t, one)  a = Mul(u, f)  s = Sin(a)  c = Cos(a)  y = Add(s, c) }",
+        {"u", "a", "s", "c"},
+    ),
+    "coordinates and directions": (
+        "m (float[N,2] x) => (float[N,3] y) { p = MatMul(x, w)  a = Mul(p, turn)  s = Sin(a)  y = Relu(s) }",
+        {"p", "a", "s"},
+    ),
+    "integers times frequencies, as an equation": (
+        """m (int64[N] t) => (float[N,4] y)
+        { u = Cast<to=1>(t)  a = Einsum<equation="i,j->ij">(u, f)  s = Sin(a)  y = Relu(s) }""",
+        {"u", "a", "s"},
+    ),
+    "an angle that a layer makes": (
+        "m (float[N,8] x) => (float[N,2] y) { p = MatMul(x, l)  a = Mul(p, turn)  y = Sin(a) }",
+        set(),
+    ),
+    "a sine of a sine": (
+        "m (float[N] t) => (float[N] y) { s = Sin(t)  y = Sin(s) }",
+        {"s"},
+    ),
+    "no angle": ("m (float[N] t) => (float[N] y) { y = Mul(t, turn) }", set()),
+}
+
+
+def program_of(text: str) -> amp.Program:
+    graph = text.replace(" {", f" <{WEIGHTS}> {{", 1)
+    return amp.Program.from_onnx(onnx.parser.parse_model(HEAD + graph))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_computes_angles(name: str) -> None:
+    text, expected = CASES[name]
+    program, constraints = program_of(text), Constraints()
+    keep_angles(program, Flow(program), Ranges(program), constraints)
+    assert {op.outputs[0].name for op in constraints.operators if op.outputs[0]} == expected
+
+
+def test_half_a_turn_may_be_16_bit() -> None:
+    program, constraints = program_of(CASES["time steps"][0]), Constraints()
+    keep_angles(program, Flow(program), Ranges(program, {"t": (-3.0, 3.0)}), constraints)
+    assert not constraints.operators
+
+
+@pytest.mark.parametrize("mode", ["pure", "mixed", "auto"])
+@pytest.mark.parametrize("name", list(CASES)[:3])
+def test_sines_of_many_turns_keep_their_phase(name: str, mode: str) -> None:
+    program = program_of(CASES[name][0])
+    fed = program.inputs[0]
+    values = np.random.default_rng(0).uniform(0, 1000, (50, 2)[: len(fed.shape or ())]).astype(fed.dtype)
+    exact = session(program.to_onnx()).run(None, {fed.name: values})[0]
+    found = run_faithful(amp.convert(program.to_onnx(), mode=mode), {fed.name: values})[0]
+    assert np.linalg.norm(found - exact) < 1e-3 * np.linalg.norm(exact)
+
+
+def test_a_training_in_16_bit_keeps_angles() -> None:
+    text, expected = CASES["coordinates and directions"]
+    program = program_of(text)
+    amp.cast_model_to_fp16(program, use_fp16_guard=False, numeric_guards=True)
+    kept = {op.outputs[0].name for op in program.operators if op.precision == "float32" and op.outputs[0]}
+    assert kept >= expected
