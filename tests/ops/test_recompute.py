@@ -248,3 +248,18 @@ def test_too_late() -> None:
         amp.recompute(main, ["encoder/*"])
     with pytest.raises(TypeError, match="takes a Program or its loss"):
         amp.recompute("encoder/*", ["x"])
+
+
+def test_a_batch_without_examples_changes_nothing() -> None:
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        x = amp.data("x", [None, 3], "float32")
+        h = F.tanh(amp.nn.fc(F.tanh(amp.nn.fc(x, 4)), 4))
+        amp.recompute(main, [h])
+        amp.optimizer.SGD(0.1).minimize(F.sum(F.tanh(h)))
+    executor, scope = amp.Executor(), amp.Scope()
+    executor.run(startup, scope=scope)
+    before = {name: scope.find_var(name).copy() for name in scope.var_names()}
+    assert any(op.type == "RecomputeToken" for op in main.operators)
+    executor.run(main, {"x": np.zeros((0, 3), np.float32)}, scope=scope)
+    assert_equal_bits({name: scope.find_var(name) for name in before}, before)
