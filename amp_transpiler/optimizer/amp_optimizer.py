@@ -172,7 +172,8 @@ class OptimizerWithMixedPrecision:
         """Gradients of the scaled loss divided by the scale, in fp32 (fp64 for fp64), None where None is given.
 
         All that go through here, in one call or in several, share one found_inf. Code of your own may then work on them
-        (clip, mask, add noise) and hand the results to ``apply_gradients``. OrderError: before the loss was scaled,
+        (clip, mask, add noise) and hand the results to ``apply_gradients``. Where gradients are not checked, see
+        :meth:`get_found_inf`, neither is there a division. OrderError: before the loss was scaled,
         after ``apply_gradients``, or for a gradient that was unscaled before.
         """
         step = self._step.built("get_unscaled_gradients")
@@ -191,7 +192,7 @@ class OptimizerWithMixedPrecision:
                 "get_unscaled_gradients: every gradient is None; the loss depends on none of these parameters"
             )
         with self._appending(step.program, step.startup):
-            self._step = step = unscaled(step, given, self._allreduce_precision)
+            self._step = step = unscaled(step, given, self._allreduce_precision, checks=self._checks)
         return [None if grad is None else step.unscaled[grad] for grad in grads]
 
     def apply_gradients(self, params_grads: GivenGrads) -> list[Operator]:

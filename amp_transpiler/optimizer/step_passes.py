@@ -19,7 +19,7 @@ from amp_transpiler.optimizer.rank_means import all_reduced
 from amp_transpiler.optimizer.scale_state import ScaleState
 from amp_transpiler.optimizer.scaler import LossScaler
 from amp_transpiler.optimizer.state import gated_value, startup_of
-from amp_transpiler.optimizer.step_pieces import made_of, shares, wide_loss
+from amp_transpiler.optimizer.step_pieces import made_of, shares, wide_gradient, wide_loss
 from amp_transpiler.optimizer.step_state import Stage, Step
 from amp_transpiler.optimizer.update_rule import UpdateRule
 from amp_transpiler.passes.autodiff.differentiate import GRADIENTS, SCALED_LOSS, Autodiff
@@ -283,7 +283,7 @@ def _all_unscaled(step: Step, params_grads: ParamsGrads, precision: str) -> tupl
     made = made_of(step.unscaled.values())
     others = step.stage is Stage.APPLIED and not any(grad in made for _, grad in params_grads)
     if step.stage is Stage.SCALED or others:
-        step = unscaled(step, [grad for _, grad in params_grads], precision)
+        step = unscaled(step, [grad for _, grad in params_grads], precision, checks=True)
         return step, [(parameter, step.unscaled[grad]) for parameter, grad in params_grads]
     for parameter, grad in params_grads:
         if grad not in made:
@@ -294,13 +294,16 @@ def _all_unscaled(step: Step, params_grads: ParamsGrads, precision: str) -> tupl
     return step, params_grads
 
 
-def unscaled(step: Step, grads: list[Variable], precision: str) -> Step:
+def unscaled(step: Step, grads: list[Variable], precision: str, *, checks: bool) -> Step:
     """The step once a finite check is appended, or the one that there is reads these gradients too.
 
-    Of several ranks it reads the means over them, which travel in the element type ``precision``.
+    Of several ranks it reads the means over them, which travel in the element type ``precision``. Without ``checks``
+    the loss was not multiplied by the scale, and the gradients are brought to fp32 alone.
     """
     grads = sorted(grads, key=made_at, reverse=True)
     read = all_reduced(grads, precision) if several() is not None else grads
+    if not checks:
+        return step.with_unscaled(grads, [wide_gradient(grad) for grad in read], None)
     if step.found_inf is None:
         found, found_inf = check_finite_and_unscale(read, step.scale.scale)
         return step.with_unscaled(grads, found, found_inf)

@@ -6,8 +6,10 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from amp_transpiler.errors import ArgumentError
-from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.ir.context import operator_role
+from amp_transpiler.ir.nodes import SCALING, Variable
 from amp_transpiler.ir.types import ONNX_TYPES
+from amp_transpiler.ops.training.scaling import master_type
 from amp_transpiler.optimizer.pairs import ParamsGrads, checked_loss
 from amp_transpiler.optimizer.update_rule import UpdateRule
 from amp_transpiler.passes.autodiff.backward import listed_parameters
@@ -31,10 +33,22 @@ def checked_losses(loss: Any) -> list[Variable]:
 
 def wide_loss(loss: Variable) -> Variable:
     """The loss in fp32."""
-    if loss.dtype == "float32":
-        return loss
-    wide = loss.program.fresh_variable(f"{loss.name}.cast_fp32", "float32", loss.shape)
-    loss.program.add_operator("Cast", [loss], [wide], attrs={"to": ONNX_TYPES["float32"]})
+    return _cast(loss, "float32")
+
+
+def wide_gradient(grad: Variable) -> Variable:
+    """The gradient in fp32 (fp64 for fp64)."""
+    with operator_role(SCALING):
+        wide = _cast(grad, master_type(grad.dtype))
+    wide.grad_of, wide.rows = grad.grad_of, grad.rows
+    return wide
+
+
+def _cast(value: Variable, dtype: str) -> Variable:
+    if value.dtype == dtype:
+        return value
+    wide = value.program.fresh_variable(f"{value.name}.cast_fp32", dtype, value.shape)
+    value.program.add_operator("Cast", [value], [wide], attrs={"to": ONNX_TYPES[dtype]})
     return wide
 
 

@@ -103,8 +103,10 @@ class Step:
                     "get_unscaled_gradients; use what that returned"
                 )
 
-    def with_unscaled(self, grads: Sequence[Variable], unscaled: Sequence[Variable], found_inf: Variable) -> Step:
-        """The step whose finite check reads these gradients too."""
+    def with_unscaled(
+        self, grads: Sequence[Variable], unscaled: Sequence[Variable], found_inf: Variable | None
+    ) -> Step:
+        """The step whose finite check, where it has one, reads these gradients too."""
         pairs = dict(zip(grads, unscaled, strict=True))
         return replace(self, unscaled={**self.unscaled, **pairs}, found_inf=found_inf, stage=Stage.UNSCALED)
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.nodes import BACKWARD, Operator
 from amp_transpiler.ir.opdef import SlotShapes, flops, lowering_rule
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.common import Grads, size_of
@@ -48,9 +48,16 @@ def _other(op: Operator) -> bool:
 
 
 def _composed_on_cpu(op: Operator) -> bool:
-    """Whether a gradient wants what a composed operator keeps."""
+    """Whether it is composed there: a gradient wants what it keeps, or what its recomputed copy does, of equal bits."""
     if op.type == "GRU" and not op.attrs.get("linear_before_reset", 0):
         return False
+    weights = op.input(2)
+    copies = [] if weights is None else [r for r, _ in weights.readers if r.type == op.type and r.role == BACKWARD]
+    return any(_keeps(each) for each in (op, *copies))
+
+
+def _keeps(op: Operator) -> bool:
+    """Whether a gradient wants what a composed operator keeps."""
     y = op.outputs[0]
     return y is not None and any(reader.type == f"{op.type}Grad" for reader, _ in y.readers)
 
@@ -109,9 +116,9 @@ def _composed(e: Emitter, op: Operator, x: Value, w: Value, r: Value, b: Value |
 def _run(layer: Layer, cell_of: Callable[[Direction], tuple[Cell, list[Value]]]) -> list[Value]:
     """Y and the last states of every direction, stacked."""
     e, found = layer.e, []
-    keeps = e.at.host and _composed_on_cpu(layer.op)
-    variable = sequence_of(layer.op)
-    held = variable.dtype if keeps and variable is not None and _on_cuda(layer.op) else None
+    composed = e.at.host and _composed_on_cpu(layer.op)
+    keeps, variable = composed and _keeps(layer.op), sequence_of(layer.op)
+    held = variable.dtype if composed and variable is not None and _on_cuda(layer.op) else None
     for d in layer.each():
         (cell, states), valid = cell_of(d), d.valid()
         bias, of_state = d.biases()

@@ -20,9 +20,10 @@ TOKEN, INPUT, DROPOUT = "RecomputeToken", "RecomputeInput", "RecomputedDropout"
 @lowering_rule(own(TOKEN), native=True, infer=lambda op: [("float32", ())])
 def token(e: Emitter, op: Operator, gradient: Value) -> list[Value]:
     """-0.0 as an fp32 scalar that depends on ``gradient``: no number, NaN included, is less than itself."""
-    first = e.f32(e.op("Slice", e.reshape(gradient, [-1]), e.ints(0), e.ints(1), shape=[1]))
+    some = e.f32(e.op("Slice", e.reshape(gradient, [-1]), e.ints(0), e.ints(1)))  # none of an empty batch
+    first = e.ReduceSum(some, e.ints(0), keepdims=0, shape=())
     never = e.cast(e.Less(first, first), "float32")
-    return [e.reshape(e.Mul(never, e.like(-1, never)), ())]
+    return [e.Mul(never, e.like(-1, never))]
 
 
 def _like_input(op: Operator) -> Types:

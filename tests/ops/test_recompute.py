@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -248,3 +248,50 @@ def test_too_late() -> None:
         amp.recompute(main, ["encoder/*"])
     with pytest.raises(TypeError, match="takes a Program or its loss"):
         amp.recompute("encoder/*", ["x"])
+
+
+def test_a_batch_without_examples_changes_nothing() -> None:
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        x = amp.data("x", [None, 3], "float32")
+        h = F.tanh(amp.nn.fc(F.tanh(amp.nn.fc(x, 4)), 4))
+        amp.recompute(main, [h])
+        amp.optimizer.SGD(0.1).minimize(F.sum(F.tanh(h)))
+    executor, scope = amp.Executor(), amp.Scope()
+    executor.run(startup, scope=scope)
+    before = {name: scope.find_var(name).copy() for name in scope.var_names()}
+    assert any(op.type == "RecomputeToken" for op in main.operators)
+    executor.run(main, {"x": np.zeros((0, 3), np.float32)}, scope=scope)
+    assert_equal_bits({name: scope.find_var(name) for name in before}, before)
+
+
+@pytest.mark.parametrize("layer", [amp.nn.lstm, amp.nn.gru])
+@pytest.mark.parametrize("mode", ["fp32", "pure"])
+def test_a_recurrent_layer_computes_both_times_alike(layer: Callable[..., Sequence[amp.Variable]], mode: str) -> None:
+    """Where gates are kept for a gradient it is composed, and rounds otherwise than the kernel of inference does."""
+
+    def trained(ask: bool) -> dict[str, np.ndarray]:
+        main, startup = amp.Program(), amp.Program("startup")
+        main.seed = startup.seed = 1
+        with amp.program_guard(main, startup), amp.unique_name.guard():
+            x = amp.data("x", [2, 5, 3], "float32")
+            h = F.tanh(amp.nn.layer_norm(layer(x, 4)[0]))
+            if ask:
+                amp.recompute(main, [h])
+            loss = F.mean(F.square(F.mean(h, axis=1) - 1.0))
+            optimizer = amp.optimizer.SGD(0.5, multi_precision=True)
+            if mode == "pure":
+                optimizer = amp.decorate(optimizer, use_pure_fp16=True, use_fp16_guard=False, init_loss_scaling=8.0)
+            optimizer.minimize(loss)
+        executor, scope = amp.Executor(threads=1), amp.Scope()
+        executor.run(startup, scope=scope)
+        if mode == "pure":
+            optimizer.amp_init(amp.CPUPlace(), scope)
+        assert ask == any(op.reason.startswith("recomputed") for op in main.operators)
+        found = {}
+        for step in range(3):
+            feed = {"x": np.random.default_rng(step).normal(size=(2, 5, 3)).astype(np.float32)}
+            (found[f"loss {step}"],) = executor.run(main, feed, [loss], scope=scope)
+        return found | {name: scope.find_var(name) for name in scope.var_names()}
+
+    assert_equal_bits(trained(ask=True), trained(ask=False))

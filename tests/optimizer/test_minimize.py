@@ -275,3 +275,41 @@ def test_a_step_says_that_another_startup_program_began_its_state_anew() -> None
     match = "'first' trains with '.*' and 6 more, .* 'second_startup' .* own, 'first_startup'.* one startup program"
     with pytest.warns(AmpWarning, match=match):
         executor.run(first, feed, [loss], scope)
+
+
+@pytest.mark.parametrize("pure", [False, True])
+def test_a_static_scale_of_1_unscales_nothing_and_checks_nothing(pure: bool) -> None:
+    """``decorate`` says that this scale is not checked: a loop by hand has the step of ``minimize``."""
+
+    def trained(by_hand: bool) -> list[Any]:
+        with amp.unique_name.guard(), amp.scope_guard(amp.Scope()):
+            main, startup = amp.Program(), amp.Program("startup")
+            with amp.program_guard(main, startup):
+                x = amp.data("x", [4, 3], "float32")
+                with amp.fp16_guard():
+                    loss = F.mean(amp.nn.fc(x, 2))
+                sgd = amp.optimizer.SGD(0.1, multi_precision=True)
+                options: Any = dict(init_loss_scaling=1.0, use_dynamic_loss_scaling=False, use_pure_fp16=pure)
+                optimizer = amp.decorate(sgd, **options)
+                if by_hand:
+                    pairs = amp.append_backward(optimizer.get_scaled_loss(loss))
+                    grads = optimizer.get_unscaled_gradients([grad for _, grad in pairs])
+                    assert [grad.dtype for grad in grads] == ["float32", "float32"]
+                    with pytest.raises(OrderError, match="unscaled by an earlier call"):
+                        optimizer.get_unscaled_gradients(grads)
+                    optimizer.apply_gradients([(p, grad) for (p, _), grad in zip(pairs, grads, strict=True)])
+                else:
+                    optimizer.minimize(loss, startup)
+                assert optimizer.get_found_inf() is None
+                amp.optimizer.ExponentialMovingAverage(0.5).update(main)
+            executor = amp.Executor()
+            executor.run(startup)
+            optimizer.amp_init(amp.CPUPlace())
+            weight = main.parameters[0].name
+            amp.global_scope().set_var(weight, np.ones((3, 2), np.float16 if pure else np.float32))
+            executor.run(main, {"x": np.full((4, 3), 0.3, np.float32)})
+            return [np.asarray(amp.global_scope().find_var(name)) for name in (weight, f"{weight}_ema_0")]
+
+    for found, expected in zip(trained(by_hand=True), trained(by_hand=False), strict=True):
+        np.testing.assert_array_equal(found, expected)
+        assert found.max() < 1

@@ -30,16 +30,25 @@ def computed_ids(ids: amp.Variable, table: amp.Variable, sparse: bool) -> amp.Va
     return first + F.sum(F.embedding(F.cast(ids[:, :2] * 2, "int32"), table, sparse=sparse), axis=1)
 
 
+def recomputed(ids: amp.Variable, table: amp.Variable, sparse: bool) -> amp.Variable:
+    """The lookups, of ids that are fed and of ids that are computed, made again for the backward pass."""
+    parts = [F.mean(F.tanh(F.embedding(some, table, sparse=sparse)), axis=1) for some in (ids, ids[:, :2] * 2)]
+    both = parts[0] + parts[1]
+    amp.recompute(ids.program, [both])
+    return both
+
+
 @pytest.mark.parametrize(
     "optimizer, mode, options",
     [
         (lambda _: amp.optimizer.SGD(0.1), "fp32", {}),
         (lambda _: amp.optimizer.Adagrad(0.1, row_wise=True), "fp32", {}),
         (lazy_adam, "fp32", {"forward": computed_ids}),
+        (lazy_adam, "fp32", {"forward": recomputed}),
         (lazy_adam, "mixed", {}),
         (lazy_adam, "pure", {"dtype": "float16"}),
     ],
-    ids=["sgd", "row-wise adagrad", "computed ids", "mixed", "16 bit"],
+    ids=["sgd", "row-wise adagrad", "computed ids", "recomputed", "mixed", "16 bit"],
 )
 def test_the_bits_are_those_of_a_table_on_the_place(optimizer: Any, mode: str, options: dict[str, Any]) -> None:
     plain, net = Recommender(optimizer, mode, **options), beside(Recommender(optimizer, mode, **options))
@@ -98,6 +107,22 @@ def test_checkpoints_are_those_of_a_plain_run(tmp_path: Path) -> None:
     plain = Recommender(lazy_adam, "mixed")
     amp.load_checkpoint(tmp_path / "host", plain.main, plain.scope)
     assert net.train(range(2, 4)) == plain.train(range(2, 4))
+
+
+def test_a_recomputed_lookup_waits_for_the_backward_pass_as_it_did() -> None:
+    main = Recommender(lazy_adam, forward=recomputed).main
+    copy = with_rows(main, host_tables(main, {"table"}), {"table": 2 * BATCH * IDS})
+    ids = [op.input(1) for op, slot in copy.var("table").readers if op.type == "Gather" and slot == 0]
+    late = [v.producer for v in ids if v is not None and v.producer is not None]
+    assert len(ids) == 4 and [op.type for op in late] == ["RecomputeInput"] * 2
+    assert {op.input(0) for op in late} <= {op.output(0) for op in copy.operators if op.type == "RecomputeToken"}
+
+
+def test_an_average_of_a_table_needs_all_of_it() -> None:
+    net = beside(Recommender(lazy_adam))
+    amp.optimizer.ExponentialMovingAverage(0.9).update(net.main, net.main.startup)
+    with pytest.raises(amp.errors.ArgumentError, match="all of table 'table' is read by .*ExponentialAverage.*Leave"):
+        net.train(range(1))
 
 
 def test_what_does_not_go_is_said() -> None:
