@@ -15,6 +15,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.lists import TARGET_OPSET, USUAL_PLACE, has_kernel, place_traits
 from amp_transpiler.passes.canonicalize.fuse_norm import MEANS, fuse_layer_norms, has_layer_norms
 from amp_transpiler.passes.canonicalize.opset import convert_opset
+from amp_transpiler.passes.numerics.quantised import loads_at
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.view.typing import Obstacle, has_float, narrowed
 
@@ -24,7 +25,9 @@ _LATER = 22
 _LAYER_NORM = 17
 #: The opset of casts to a type and from it; 7 is the oldest that is converted.
 _CASTS = {"float16": 7, "bfloat16": 13}
-_EARLIER = (13, _LAYER_NORM)
+#: The opset of scales in 16 bit.
+_SCALES = 19
+_EARLIER = (13, _LAYER_NORM, _SCALES)
 _HasKernel = Callable[..., bool]
 
 
@@ -34,8 +37,8 @@ def raise_for(
     """Bring ``program`` to a later opset, in place, where more of it can then run in ``dtype``; a sentence on what was
     done, or on what would have been gained and was not worth it.
 
-    That is the target opset, or 22 where even more can and no operator loses its kernel on the place. A program that
-    cannot be expressed there stays as it is. ``binds_full``: of which operators lists say that they run in fp32 anyway.
+    That is the target opset, or 22 where even more can and no operator loses its kernel on the place, or an earlier one
+    where onnxruntime would not load it there. A program that cannot be expressed there stays as it is. ``binds_full``: of which operators lists say that they run in fp32 anyway.
     """
     own, kernels = program.opset(), partial(has_kernel, place_traits(place).provider)
     bound = cache(binds_full)
@@ -79,14 +82,15 @@ def _targets(program: Graph, dtype: str, has: _HasKernel) -> tuple[int, ...]:
     """The opsets to try. For float16, which nearly all operators know from the start, the first one at which what lacks
     a kernel now has one, and at which layer norms are operators where some are written out."""
     own = program.opset()
+    later = TARGET_OPSET if loads_at(program, TARGET_OPSET) else _SCALES
     if dtype == "bfloat16":
-        return (TARGET_OPSET, _LATER)
+        return (TARGET_OPSET, _LATER) if later == TARGET_OPSET else (later,)
     kinds = set[str]()
     for op in program.walk():
         if op.type not in kinds and not op.domain and has_float(op):
             kinds.add(op.type)
     lacking = [kind for kind in kinds if not has(kind, dtype, own)]
-    gains = {t: sum(has(kind, dtype, t) for kind in lacking) for t in (*_EARLIER, TARGET_OPSET) if t > own}
+    gains = {t: sum(has(kind, dtype, t) for kind in lacking) for t in (*_EARLIER, later) if t > own}
     most = max(gains.values(), default=0)
     target = next((t for t, gain in gains.items() if gain == most), 0) if most else 0
     if own < _LAYER_NORM and kinds.intersection(MEANS) and has_layer_norms(program):
