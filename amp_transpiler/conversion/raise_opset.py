@@ -38,7 +38,8 @@ def raise_for(
     done, or on what would have been gained and was not worth it.
 
     That is the target opset, or 22 where even more can and no operator loses its kernel on the place, or an earlier one
-    where onnxruntime would not load it there. A program that cannot be expressed there stays as it is. ``binds_full``: of which operators lists say that they run in fp32 anyway.
+    where onnxruntime would not load it there. A program that cannot be expressed there stays as it is. ``binds_full``:
+    of which operators lists say that they run in fp32 anyway.
     """
     own, kernels = program.opset(), partial(has_kernel, place_traits(place).provider)
     bound = cache(binds_full)
