@@ -238,6 +238,16 @@ def declare_outputs(op: Operator) -> None:
             variable.dtype, variable.shape = env.types[variable.key]
 
 
+def declare_missing(op: Operator) -> None:
+    """The same, where nothing is known of them."""
+    env = Declared()
+    infer_operator(op, env)
+    for variable in op.outputs:
+        if variable is not None and variable.key in env.types and variable.shape is None:
+            dtype, variable.shape = env.types[variable.key]
+            variable.dtype = variable.dtype or dtype
+
+
 def _like(variable: Variable, env: Any) -> TensorType:
     if variable.grad_of is not None:
         return variable.dtype, env[variable.grad_of][1]

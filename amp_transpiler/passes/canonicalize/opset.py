@@ -18,30 +18,28 @@ from amp_transpiler.errors import ArgumentError, GraphError
 from amp_transpiler.ir.decompose import decompose_operator, has_decomposition
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.oldest_forms import OLDEST, bring_to_oldest
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
 from amp_transpiler.option_checks import whole
 from amp_transpiler.passes.canonicalize.older_forms import ADAPTERS
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 
-#: Before it operators broadcast by other rules.
-OLDEST = 7
-
 
 def convert_opset(program: Graph, target: int = TARGET_OPSET) -> bool:
     """Rewrite every ai.onnx operator (nested programs too) to ``target``; True where anything changed.
 
-    GraphError names an operator that is older than opset 7, that the target does not have, or whose
-    newer form it cannot express. ArgumentError where ``target`` is no operator set that onnx knows, from 7 on.
+    GraphError names an operator that the target does not have, or whose newer form it cannot express. ArgumentError
+    where ``target`` is no operator set that onnx knows, from 7 on.
     """
     whole("convert_opset: target", target, OLDEST)
     if target > (newest := onnx.defs.onnx_opset_version()):
         raise ArgumentError(
             f"convert_opset: target is {target}, and onnx {onnx.__version__} knows operator sets up to {newest}"
         )
+    brought = bring_to_oldest(program)
     version = program.opset()
     if version == target:
-        return False
-    check_age(program)
+        return brought
     later = []
     for op in list(program.walk()):
         if not op.domain and _is_later(op, version, target) and has_decomposition(op):
@@ -54,16 +52,6 @@ def convert_opset(program: Graph, target: int = TARGET_OPSET) -> bool:
     program.info.ir_version = max(program.info.ir_version, TARGET_IR_VERSION)
     program.touch()
     return True
-
-
-def check_age(program: Graph, oldest: int = OLDEST) -> None:
-    """GraphError where the operators of ai.onnx are older than the opset ``oldest``."""
-    version = program.opset()
-    if version < oldest and any(not op.domain for op in program.walk()):
-        raise GraphError(
-            f"program '{program.name}' uses opset {version}; operators older than opset 7 broadcast by other rules, "
-            "and casts older than opset 6 are written otherwise. Convert the model with onnx.version_converter first"
-        )
 
 
 @cache
