@@ -143,9 +143,8 @@ def _concat(op: Operator) -> None:
 
 @_form(5, "Reshape")
 def _reshape(op: Operator) -> None:
-    shape = np.array(op.attrs["shape"], np.int64)
-    del op.attrs["shape"]
-    op.set_input(1, op.program.add_constant(f"{op.outputs[0].name}.shape", shape))
+    shape, made = np.array(op.attrs.pop("shape", [0]), np.int64), next(v for v in op.outputs if v is not None)
+    op.set_input(1, op.program.add_constant(f"{made.name}.shape", shape))
 
 
 @_form(2, "Pad")

@@ -15,6 +15,7 @@ from typing import Any
 import onnx
 
 from amp_transpiler.errors import ArgumentError, GraphError
+from amp_transpiler.ir.contrib_types import WITHDRAWN, WITHDRAWN_AT
 from amp_transpiler.ir.decompose import decompose_operator, has_decomposition
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
@@ -42,7 +43,8 @@ def convert_opset(program: Graph, target: int = TARGET_OPSET) -> bool:
         return brought
     later = []
     for op in list(program.walk()):
-        if not op.domain and _is_later(op, version, target) and has_decomposition(op):
+        withdrawn = op.type in WITHDRAWN and version < WITHDRAWN_AT <= target
+        if not op.domain and (withdrawn or _is_later(op, version, target)) and has_decomposition(op):
             later.append(op)
         elif not op.domain:
             _convert(op, version, target)

@@ -117,8 +117,8 @@ def _handed_on(op: Operator) -> Variable | None:
         return read if shape is not None and read is not None and static(read.shape) == shape else None
     if op.type == "Dropout":
         mask = op.output(1)
-        read = mask is not None and (bool(mask.readers) or mask in op.program.outputs)
-        if read or op.program.opset() < 7:
+        wanted = mask is not None and (bool(mask.readers) or mask in op.program.outputs)
+        if wanted or op.program.opset() < 7:
             return None
         training = op.input(2)
         known = None if training is None else constant_array(training)

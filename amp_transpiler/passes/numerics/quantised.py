@@ -37,7 +37,7 @@ def loads_at(program: Graph, opset: int) -> bool:
     )
 
 
-def _readers(variable: Variable | None) -> Sequence[tuple[Operator, int]]:
+def _readers(variable: Variable | None) -> Sequence[tuple[Operator, int | str]]:
     return () if variable is None else variable.readers
 
 
