@@ -47,7 +47,9 @@ def test_it_computes_the_same(name: str) -> None:
     (expected,) = run(model, {"x": X})
     program = amp.Program.from_onnx(model)
     assert program.var("h").dtype == "float32" and program.var("h").shape in (expected.shape, None)
-    assert amp.convert(model, check=True).conversion.verdict.met
+    half = amp.convert(model, check=True)
+    assert half.conversion.verdict is not None and half.conversion.verdict.met
+    assert half.opset() == 13 and {op.precision for op in half.operators if op.type != "Cast"} == {"float16"}
     program.convert_opset()
     assert not {op.type for op in program.operators}.intersection(WITHDRAWN)
     np.testing.assert_allclose(run(program.to_onnx(), {"x": X})[0], expected, rtol=1e-5, atol=1e-6)
