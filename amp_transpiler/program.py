@@ -104,7 +104,7 @@ class Program(Blocks):
     def convert_opset(self, target: int = TARGET_OPSET) -> bool:
         """Rewrite every ai.onnx operator, nested ones too, to ``target`` (7 to what onnx knows); whether any changed.
 
-        GraphError, and an unchanged program, where an operator is older than opset 7, or ``target`` cannot express it.
+        GraphError, and an unchanged program, where ``target`` cannot express an operator.
         """
         with unchanged_on_error(self):
             return opset.convert_opset(self, target)

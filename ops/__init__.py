@@ -32,6 +32,7 @@ from amp_transpiler.ops import (
     rounded_sums,
     scalar_functions,
     unit_norm,
+    withdrawn,
 )
 from amp_transpiler.ops.rnn import recurrent_backward, recurrent_forward
 from amp_transpiler.ops.training import (
@@ -96,5 +97,6 @@ __all__ = [
     "sparse",
     "unit_norm",
     "update",
+    "withdrawn",
     "clip",
 ]

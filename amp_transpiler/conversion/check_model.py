@@ -24,6 +24,7 @@ from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes, static
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.oldest_forms import bring_to_oldest
 from amp_transpiler.ir.onnx_in import load
 from amp_transpiler.ir.opdef import lookup, lowering_rule_of
 from amp_transpiler.ir.tensors import as_array
@@ -148,6 +149,7 @@ def check_model(
         if given is not None:
             number(name, given)
     program = load(model_or_path, Program, weights=False)
+    bring_to_oldest(program)
     become_constants(program)
     Pipeline((TryInlineFunctions(), DenseConstants())).run(program)
     found = Counter(v.dtype for each in programs(program) for v in each.variables if v.dtype in HALF)

@@ -27,6 +27,7 @@ from amp_transpiler.conversion.verdict import judge
 from amp_transpiler.conversion.write_clips import WriteClips
 from amp_transpiler.conversion.write_norms import WriteNorms
 from amp_transpiler.ir.gc_pause import collector_paused
+from amp_transpiler.ir.oldest_forms import OLDEST, bring_to_oldest
 from amp_transpiler.ir.onnx_in import load
 from amp_transpiler.ir.weights import become_constants
 from amp_transpiler.passes.canonicalize.inlining import TryInlineFunctions
@@ -166,6 +167,8 @@ def convert_with(options: ConversionOptions, model_or_path: onnx.ModelProto | st
         resting.enter_context(collector_paused())
         program = load(model_or_path, Program, weights=False)
         before = record_program(program, path) if options.record else None
+        written = program.opset()
+        raised = [f"opset {written} raised to {OLDEST}, the oldest that onnxruntime runs"] * bring_to_oldest(program)
         reference = program.clone() if options.check else None
         if reference is not None:
             become_constants(reference)
@@ -198,6 +201,6 @@ def convert_with(options: ConversionOptions, model_or_path: onnx.ModelProto | st
         ranges=searched.ranges() if searched else (),
         verdict=verdict,
         rounds=tuple(searched.rounds) if searched else (),
-        notes=tuple(context.notes),
+        notes=(*raised, *context.notes),
     )
     return program

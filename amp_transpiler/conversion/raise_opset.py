@@ -11,10 +11,12 @@ from amp_transpiler.conversion.io_types import io_to_narrow
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.annotate import annotate
 from amp_transpiler.ir.clone import clone
+from amp_transpiler.ir.contrib_types import WITHDRAWN, WITHDRAWN_AT
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.lists import TARGET_OPSET, USUAL_PLACE, has_kernel, place_traits
 from amp_transpiler.passes.canonicalize.fuse_norm import MEANS, fuse_layer_norms, has_layer_norms
 from amp_transpiler.passes.canonicalize.opset import convert_opset
+from amp_transpiler.passes.numerics.quantised import loads_at
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.view.typing import Obstacle, has_float, narrowed
 
@@ -24,7 +26,11 @@ _LATER = 22
 _LAYER_NORM = 17
 #: The opset of casts to a type and from it; 7 is the oldest that is converted.
 _CASTS = {"float16": 7, "bfloat16": 13}
-_EARLIER = (13, _LAYER_NORM)
+#: The opset of scales in 16 bit.
+_SCALES = 19
+_EARLIER = (13, _LAYER_NORM, _SCALES)
+#: What is not counted: what is cast or held, and what no list has.
+_APART = frozenset({"Cast", "CastLike", "Constant", *WITHDRAWN})
 _HasKernel = Callable[..., bool]
 
 
@@ -34,8 +40,9 @@ def raise_for(
     """Bring ``program`` to a later opset, in place, where more of it can then run in ``dtype``; a sentence on what was
     done, or on what would have been gained and was not worth it.
 
-    That is the target opset, or 22 where even more can and no operator loses its kernel on the place. A program that
-    cannot be expressed there stays as it is. ``binds_full``: of which operators lists say that they run in fp32 anyway.
+    That is the target opset, or 22 where even more can and no operator loses its kernel on the place, or an earlier one
+    where onnxruntime would not load it there. A program that cannot be expressed there stays as it is. ``binds_full``:
+    of which operators lists say that they run in fp32 anyway.
     """
     own, kernels = program.opset(), partial(has_kernel, place_traits(place).provider)
     bound = cache(binds_full)
@@ -77,18 +84,22 @@ def _more(count: int) -> str:
 
 def _targets(program: Graph, dtype: str, has: _HasKernel) -> tuple[int, ...]:
     """The opsets to try. For float16, which nearly all operators know from the start, the first one at which what lacks
-    a kernel now has one, and at which layer norms are operators where some are written out."""
+    a kernel now has one, at which layer norms are operators where some are written out, and at which operators that are
+    on no list, since ONNX withdrew them, are what they are made of."""
     own = program.opset()
+    later = TARGET_OPSET if loads_at(program, TARGET_OPSET) else _SCALES
     if dtype == "bfloat16":
-        return (TARGET_OPSET, _LATER)
+        return (TARGET_OPSET, _LATER) if later == TARGET_OPSET else (later,)
     kinds = set[str]()
     for op in program.walk():
         if op.type not in kinds and not op.domain and has_float(op):
             kinds.add(op.type)
     lacking = [kind for kind in kinds if not has(kind, dtype, own)]
-    gains = {t: sum(has(kind, dtype, t) for kind in lacking) for t in (*_EARLIER, TARGET_OPSET) if t > own}
+    gains = {t: sum(has(kind, dtype, t) for kind in lacking) for t in (*_EARLIER, later) if t > own}
     most = max(gains.values(), default=0)
     target = next((t for t, gain in gains.items() if gain == most), 0) if most else 0
+    if own < WITHDRAWN_AT and kinds.intersection(WITHDRAWN):
+        target = max(target, _EARLIER[0])
     if own < _LAYER_NORM and kinds.intersection(MEANS) and has_layer_norms(program):
         target = max(target, _LAYER_NORM)
     return (target,)
@@ -99,7 +110,7 @@ def _able(program: Graph, dtype: str, has: _HasKernel) -> int:
     return sum(
         not isinstance(narrowed(op, dtype), Obstacle) and has(op.type, dtype, op.program.opset(op.domain), op.domain)
         for op in program.walk()
-        if has_float(op) and not op.domain and op.type not in ("Cast", "CastLike", "Constant") and not op.attrs.programs
+        if has_float(op) and not op.domain and op.type not in _APART and not op.attrs.programs
     )
 
 

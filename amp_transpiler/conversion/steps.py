@@ -18,7 +18,6 @@ from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS, LIMITS
 from amp_transpiler.ir.weights import become_constants
 from amp_transpiler.lists import place_traits
-from amp_transpiler.passes.canonicalize.opset import check_age
 from amp_transpiler.passes.lowering.cost_estimate import amount
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.inner_roundings import ROUNDED, keep_rounded
@@ -159,7 +158,6 @@ class FreezeWeights(Pass):
     guarantees = (Property.CONSTANTS,)
 
     def run(self, graph: Graph, context: Context) -> bool:
-        check_age(graph, oldest=6)  # the first that casts as the casts that are put in
         return become_constants(graph)
 
 

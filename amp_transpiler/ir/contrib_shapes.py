@@ -10,9 +10,10 @@ from amp_transpiler.ir.nodes import Operator, Shape
 #: Output 0 has the shape of input 0.
 _SAME_SHAPE = frozenset(
     """
-    BiasDropout BiasGelu BiasSoftmax BitmaskBiasDropout BitmaskDropout DequantizeLinear FastGelu GatedRMSNorm Gelu
-    GroupNorm MoE QLinearLeakyRelu QLinearSigmoid QLinearSoftmax QuantizeLinear QuickGelu RotaryEmbedding ScaledSiLU
-    SimplifiedLayerNormalization SkipGroupNorm SkipLayerNormalization SkipSimplifiedLayerNormalization Trilu
+    Affine BiasDropout BiasGelu BiasSoftmax BitmaskBiasDropout BitmaskDropout DequantizeLinear FastGelu GatedRMSNorm
+    Gelu GroupNorm ImageScaler MoE ParametricSoftplus QLinearLeakyRelu QLinearSigmoid QLinearSoftmax QuantizeLinear
+    QuickGelu RotaryEmbedding Scale ScaledSiLU ScaledTanh SimplifiedLayerNormalization SkipGroupNorm
+    SkipLayerNormalization SkipSimplifiedLayerNormalization Trilu
     """.split()  # noqa: SIM905
 )
 #: Output 0 has the shape that these two inputs are broadcast to.
@@ -45,15 +46,61 @@ def _broadcast(first: Shape, last: Shape) -> Shape:
 
 
 def _product(op: Operator) -> Shape | None:
-    """Of matrices that are transposed first; not of those whose batch lies between."""
-    first, last = _of(op, 0), _of(op, 1)
+    """Of matrices that are transposed first, those whose batch lies between as well."""
+    first, last = (_with_batch_first(op, slot) for slot in (0, 1))
     if first is None or last is None or min(len(first), len(last)) < 2:
-        return None
-    if op.attrs.get("transBatchA") or op.attrs.get("transBatchB"):
         return None
     rows = first[-1] if op.attrs.get("transA") else first[-2]
     columns = last[-2] if op.attrs.get("transB") else last[-1]
     return (*_broadcast(first[:-2], last[:-2]), rows, columns)
+
+
+def _with_batch_first(op: Operator, slot: int) -> Shape | None:
+    shape = _of(op, slot)
+    between = shape and op.attrs.get(f"transBatch{'AB'[slot]}")
+    return (*shape[1:-1], shape[0], shape[-1]) if shape and between else shape
+
+
+def _convolution(op: Operator) -> Shape | None:
+    image, filters = _of(op, 0), _of(op, 1)
+    if image is None or filters is None:
+        return None
+    axes = len(filters) - 2
+    strides, dilations = (op.attrs.get(name) or [1] * axes for name in ("strides", "dilations"))
+    pads, auto = op.attrs.get("pads") or [0] * (2 * axes), op.attrs.get("auto_pad", "NOTSET")
+    sizes: list[int | str | None] = [image[0], filters[0]]
+    for i, (size, kernel) in enumerate(zip(image[2:], filters[2:], strict=True)):
+        if not isinstance(size, int) or not isinstance(kernel, int):
+            sizes.append(None)
+        elif auto in ("SAME_UPPER", "SAME_LOWER"):
+            sizes.append(-(-size // strides[i]))
+        else:
+            around = pads[i] + pads[i + axes] if auto == "NOTSET" else 0
+            sizes.append((size + around - dilations[i] * (kernel - 1) - 1) // strides[i] + 1)
+    return tuple(sizes)
+
+
+def _embedding(op: Operator) -> Shape | None:
+    ids, table = _of(op, 0), _of(op, 2)
+    return (*ids, table[1]) if ids is not None and table else None
+
+
+def _packed_attention(op: Operator) -> Shape | None:
+    """Of one matrix for queries, keys and values."""
+    data, weights, widths = _of(op, 0), _of(op, 1), op.attrs.get("qkv_hidden_sizes")
+    packed = weights[1] if weights else None
+    if not data or not (widths or isinstance(packed, int)):
+        return None
+    return (*data[:2], int(widths[2]) if widths else int(packed or 0) // 3)
+
+
+def _crop(op: Operator) -> Shape | None:
+    """Of borders left, top, right and bottom, or of a height and a width."""
+    data, border, size = _of(op, 0), op.attrs.get("border"), op.attrs.get("scale")
+    if not data or not border:
+        return None
+    left = [whole - border[i] - border[i + 2] if isinstance(whole := data[3 - i], int) else None for i in (1, 0)]
+    return (*data[:2], *(map(int, size) if size else left))
 
 
 def _quantised_product(op: Operator) -> Shape | None:
@@ -72,8 +119,15 @@ def _grouped_attention(op: Operator) -> Shape | None:
 
 
 _RULES: dict[str, Callable[[Operator], Shape | None]] = {
+    "Attention": _packed_attention,
+    "Crop": _crop,
+    "DynamicQuantizeMatMul": _product,
+    "EmbedLayerNormalization": _embedding,
+    "FusedConv": _convolution,
+    "FusedGemm": _product,
     "FusedMatMul": _product,
     "GroupQueryAttention": _grouped_attention,
+    "MatMulIntegerToFloat": _product,
     "MatMulNBits": _quantised_product,
     "MultiHeadAttention": _attention,
     "TransposeMatMul": _product,

@@ -78,8 +78,14 @@ _BY_OUTPUT: dict[str, tuple[int | str, ...]] = {
     "WhisperBeamSearch": (1, 5, 5, "float32", 5),
     "WordConvEmbedding": (1,),
 }
-#: The same for operators that onnxruntime's optimisers write into ai.onnx itself.
-_IN_ONNX: dict[str, tuple[int | str, ...]] = {"SimplifiedLayerNormalization": (0, "float32")}
+#: What ONNX tried out and withdrew, and onnxruntime has before this opset (ops/withdrawn.py).
+WITHDRAWN_AT = 10
+WITHDRAWN = ("Affine", "Crop", "DynamicSlice", "ImageScaler", "ParametricSoftplus", "Scale", "ScaledTanh")
+#: The same for operators that onnxruntime has in ai.onnx itself, those that its optimisers write among them.
+_IN_ONNX: dict[str, tuple[int | str, ...]] = {
+    "SimplifiedLayerNormalization": (0, "float32"),
+    **dict.fromkeys(WITHDRAWN, (0,)),
+}
 #: Inputs that are float32 whatever the data is, of operators that operator lists name: scales of a quantised cache.
 _PINNED_INPUTS: dict[str, frozenset[int]] = {"GroupQueryAttention": frozenset({12, 13})}
 

@@ -14,7 +14,7 @@ writes has the form of the target opset and takes over name, scope, marks and re
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, overload
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import Declared, infer_operator
+from amp_transpiler.ir.infer import Declared, declare_missing, infer_operator
 from amp_transpiler.ir.metadata import FULL, FUSED
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import lookup, lowering_rule_of
@@ -263,12 +263,5 @@ def _is_differentiated(op: Operator) -> bool:
 
 
 def _complete(op: Operator) -> None:
-    env = Declared()
-    try:
-        infer_operator(op, env)
-    except GraphError:
-        return  # as import had left it
-    for variable in op.outputs:
-        if variable is not None and variable.key in env.types and variable.shape is None:
-            dtype, shape = env.types[variable.key]
-            variable.dtype, variable.shape = variable.dtype or dtype, shape
+    with suppress(GraphError):  # as import had left it
+        declare_missing(op)

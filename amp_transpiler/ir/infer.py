@@ -17,7 +17,7 @@ import onnx
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.constant_data import held_data
-from amp_transpiler.ir.contrib_types import DOMAIN, settled_types
+from amp_transpiler.ir.contrib_types import DOMAIN, WITHDRAWN, settled_types
 from amp_transpiler.ir.evaluation import fold
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import OWN, Operator, Shape, TensorType, Types, Variable
@@ -215,7 +215,8 @@ class Declared:
 def infer_operator(op: Operator, env: Any) -> None:
     """Put the types of the operator's outputs into ``env``."""
     found = lookup(op)
-    rule = (None if found is None else found.infer) or (settled_types if op.domain == DOMAIN else None)
+    of_runtime = op.domain == DOMAIN or (op.type in WITHDRAWN and not op.domain)
+    rule = (None if found is None else found.infer) or (settled_types if of_runtime else None)
     results: Types
     if rule is not None:
         with rule_of(op):
@@ -236,6 +237,16 @@ def declare_outputs(op: Operator) -> None:
     for variable in op.outputs:
         if variable is not None and variable.key in env.types:
             variable.dtype, variable.shape = env.types[variable.key]
+
+
+def declare_missing(op: Operator) -> None:
+    """The same, where nothing is known of them."""
+    env = Declared()
+    infer_operator(op, env)
+    for variable in op.outputs:
+        if variable is not None and variable.key in env.types and variable.shape is None:
+            dtype, variable.shape = env.types[variable.key]
+            variable.dtype = variable.dtype or dtype
 
 
 def _like(variable: Variable, env: Any) -> TensorType:

@@ -24,6 +24,7 @@ from amp_transpiler.ir.model_file import DataFiles, ModelFile, copy_without, rea
 from amp_transpiler.ir.model_info import ModelInfo
 from amp_transpiler.ir.node_fields import NodeFields, fields_of
 from amp_transpiler.ir.nodes import FORWARD, OWN, Shape, Variable
+from amp_transpiler.ir.oldest_forms import OLDEST, type_oldest
 from amp_transpiler.ir.proto_residue import Entry, Source, leftover, set_source, source_of
 from amp_transpiler.ir.tensors import HeldTensor, is_small, stripped, tensor_type
 from amp_transpiler.ir.verify import all_clashes
@@ -82,6 +83,8 @@ def program_of(read: ModelFile, made: Callable[[str], G], name: str | None = Non
     kinds = None if read.model.graph.sparse_initializer else typed_by_kind(program, read.nodes)
     if kinds is None:
         annotate(program, _as_read(program, read))
+    if info.opsets.get("", OLDEST) < OLDEST:
+        type_oldest(program)
     clashes = all_clashes(program, kinds)
     if clashes:
         raise GraphError("; ".join(clashes[:3]))

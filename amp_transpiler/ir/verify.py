@@ -284,8 +284,9 @@ def _attributes(op: Operator) -> Iterator[str]:
 
 def _cast_clash(op: Operator) -> Iterator[str]:
     out = op.output(0)
-    if op.type == "Cast" and not op.domain and out is not None and out.dtype is not None and "to" in op.attrs:
-        to = NAMES.get(op.attrs["to"])
+    number = op.attrs.get("to") if op.type == "Cast" and not op.domain else None
+    if isinstance(number, int) and out is not None and out.dtype is not None:  # until opset 6 it is a name
+        to = NAMES.get(number)
         if to != out.dtype:
             yield f"operator '{op.label}' (Cast) casts to {to}, but its output '{out.name}' is {out.dtype}"
 

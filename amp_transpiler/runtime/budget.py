@@ -81,7 +81,7 @@ def _weights(program: Program) -> int:
 
 @contextmanager
 def within(budget: Budget) -> Iterator[None]:
-    """Runs inside keep to the budget.
+    """Runs inside keep to the budget; OverBudget where what is done with their results does not.
 
     The memory is a limit of the whole process (RLIMIT_DATA, where the system knows it), so that allocations fail
     rather than succeed and take the machine down. Of blocks in several threads the widest counts, and the last that
@@ -96,6 +96,10 @@ def within(budget: Budget) -> Iterator[None]:
         token = _current.set(budget)
         try:
             yield
+        except MemoryError:
+            if budget.memory is None:
+                raise
+            raise _over("measuring", _needs(budget.memory)) from None
         finally:
             _current.reset(token)
 
@@ -196,12 +200,20 @@ class watched:
         self.thread.join()
         memory = self.budget.memory
         if error is not None and memory is not None and _out_of_memory(error):
-            self.exceeded = f"it needs more than {memory >> 20} MiB of memory"
+            self.exceeded = _needs(memory)
         if self.exceeded and (error is None or isinstance(error, Exception)):
-            raise OverBudget(
-                f"{self.what} was ended: {self.exceeded}, the budget of one run; time_budget and memory_budget "
-                "(--time-budget, --memory-budget) raise it"
-            ) from None
+            raise _over(self.what, self.exceeded) from None
+
+
+def _needs(memory: int) -> str:
+    return f"it needs more than {memory >> 20} MiB of memory"
+
+
+def _over(what: str, exceeded: str) -> OverBudget:
+    return OverBudget(
+        f"{what} was ended: {exceeded}, the budget of one run; time_budget and memory_budget "
+        "(--time-budget, --memory-budget) raise it"
+    )
 
 
 _NO_MEMORY = ("bad_alloc", "bad allocation", "failed to allocate", "out of memory", "alloc_result")

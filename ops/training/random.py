@@ -26,7 +26,7 @@ import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.infer import constant_array
-from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.nodes import Operator, Types
 from amp_transpiler.ir.opdef import for_test, gradient, lowering_rule, traits
 from amp_transpiler.lists import keep_fp32
 from amp_transpiler.ops.common import makes_multiples, size_of, times
@@ -213,7 +213,14 @@ traits("Dropout", moves=(0,), settings=(1,))
 keep_fp32("Dropout", inputs=(1,))
 
 
-@lowering_rule("Dropout", native=True, when=_training)
+def _like_data(op: Operator) -> Types:
+    """The mask has the shape of the data, and until opset 10 its type, of which ONNX's inference says nothing."""
+    data = op.inputs[0]
+    assert data is not None
+    return [(data.dtype, data.shape), ("bool" if op.program.opset() >= 10 else data.dtype, data.shape)]
+
+
+@lowering_rule("Dropout", native=True, when=_training, infer=_like_data)
 def dropout(e: Emitter, op: Operator, x: Value, ratio: Value | None, mode: Value) -> list[Value]:
     """ONNX Dropout in training mode. Its ``seed`` attribute belongs to the runtime's generator and is not used."""
     return masked(e, op, 1, x, ratio)

@@ -114,6 +114,14 @@ def test_a_sample_that_takes_too_long_is_not_made_larger(monkeypatch: pytest.Mon
     assert runs == [(1,)]
 
 
+def test_what_is_done_with_results_keeps_to_the_budget_too() -> None:
+    """An input of 50 million numbers: the run fits, and comparing its outputs does not."""
+    with pytest.raises(OverBudget, match="measuring was ended: it needs more than 8 MiB"), within(Budget(9, 8 << 20)):
+        np.zeros(1 << 50, np.int8)
+    with pytest.raises(MemoryError), within(Budget(9)):
+        np.zeros(1 << 50, np.int8)
+
+
 def test_calibration_of_a_loop_without_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = saved(FOREVER, tmp_path / "m.onnx")
     np.savez(tmp_path / "s.npz", **FEED)

@@ -87,6 +87,7 @@ ONE: list[tuple[str, list[Any], dict[str, Any], str]] = [
         {"activation": "HardSigmoid", "activation_params": [0.1, 0.4]},
         "1",
     ),
+    ("FusedConv", [normal(1, 2, 6, 7), normal(2, 2, 3, 2)], {"auto_pad": "SAME_UPPER", "strides": [2, 3]}, "1"),
     ("Gelu", [X], {}, "1"),
     ("BiasGelu", [X, normal(H)], {}, "1"),
     ("FastGelu", [X], {}, "1"),

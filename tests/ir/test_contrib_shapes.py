@@ -14,6 +14,19 @@ RULES = {
     "a product of batches": "m (float[3,1,4,5] x, float[2,6,4] w) => (float z) { y = com.microsoft.FusedMatMul<transA = 1, transB = 1>(x, w)  z = Neg(y) }",
     "a vector": "m (float[3,4] x, float[4] w) => (float z) { y = com.microsoft.FusedMatMul(x, w)  z = Neg(y) }",
     "a batch between": "m (float[4,3,5] x, float[3,5,6] w) => (float z) { y = com.microsoft.FusedMatMul<transBatchA = 1>(x, w)  z = Neg(y) }",
+    "a product with more in it": "m (float[4,3] x, float[5,4] w) => (float z)"
+    ' { y = com.microsoft.FusedGemm<transA = 1, transB = 1, activation = "Relu">(x, w)  z = Neg(y) }',
+    "a convolution": "m (float[1,2,9,8] x, float[4,1,3,2] w) => (float z)"
+    " { y = com.microsoft.FusedConv<group = 2, pads = [1,0,2,1], strides = [2,1], dilations = [1,3],"
+    ' activation = "Relu">(x, w)  z = Neg(y) }',
+    "a convolution that pads itself": "m (float[1,2,9,8] x, float[4,2,3,2] w) => (float z)"
+    ' { y = com.microsoft.FusedConv<auto_pad = "SAME_UPPER", strides = [2,3], activation = "Relu">(x, w)  z = Neg(y) }',
+    "embeddings": "m (int32[2,3] x, int32[2,3] s, float[5,8] a, float[4,8] b, float[2,8] c, float[8] g, float[8] h)"
+    " => (float z) { y, i = com.microsoft.EmbedLayerNormalization(x, s, a, b, c, g, h)  z = Neg(y) }",
+    "packed attention": "m (float[2,3,8] x, float[8,24] w, float[24] b) => (float z)"
+    " { y = com.microsoft.Attention<num_heads = 2>(x, w, b)  z = Neg(y) }",
+    "packed attention with narrow values": "m (float[2,3,8] x, float[8,20] w, float[20] b) => (float z)"
+    " { y = com.microsoft.Attention<num_heads = 2, qkv_hidden_sizes = [8,8,4]>(x, w, b)  z = Neg(y) }",
     "rows for a quantised matrix": "m (float[2,3,32] x, uint8[8,1,16] w, float[8] s) => (float z)"
     " { y = com.microsoft.MatMulNBits<K = 32, N = 8, bits = 4, block_size = 32>(x, w, s)  z = Neg(y) }",
     "what a norm adds up": "m (float[2,3,8] x, float[2,3,8] s, float[8] g) => (float z)"
@@ -23,7 +36,7 @@ RULES = {
     "few heads of keys": "m (float[1,3,32] q, float[1,3,16] k, float[1,3,16] v, int32[1] n, int32 t) => (float z)"
     " { y, p, r = com.microsoft.GroupQueryAttention<num_heads = 4, kv_num_heads = 2>(q, k, v, , , n, t)  z = Neg(y) }",
 }
-UNKNOWN = ("a vector", "a batch between")
+UNKNOWN = ("a vector",)
 
 
 def fed(model: onnx.ModelProto) -> dict[str, np.ndarray]:

@@ -154,13 +154,6 @@ def test_own_operators_that_this_package_did_not_write(type_: str, inputs: int) 
         program.lower(amp.CPUPlace(), {"x": (2, 3)}, program.outputs)
 
 
-def test_operators_too_old_for_the_casts_of_today_are_refused() -> None:
-    model = parsed("g (float[2,3] x) => (float[2,3] y) { h = Relu(x)  y = Sigmoid(h) }")
-    model.opset_import[0].version = 5
-    with pytest.raises(GraphError, match=r"uses opset 5; .*onnx.version_converter"):
-        amp.convert(model)
-
-
 @pytest.mark.parametrize("name, value", [("to", 0), ("to", 97)])
 def test_element_types_in_attributes_exist(name: str, value: int, tmp_path: Path) -> None:
     refused(

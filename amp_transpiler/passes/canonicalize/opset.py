@@ -7,50 +7,44 @@ version they were written in until they are trained, or lowered for a place that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import numpy as np
 import onnx
 
 from amp_transpiler.errors import ArgumentError, GraphError
+from amp_transpiler.ir.contrib_types import WITHDRAWN, WITHDRAWN_AT
 from amp_transpiler.ir.decompose import decompose_operator, has_decomposition
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.tensors import as_array
-from amp_transpiler.ir.types import numpy_dtype
+from amp_transpiler.ir.oldest_forms import OLDEST, bring_to_oldest
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
 from amp_transpiler.option_checks import whole
+from amp_transpiler.passes.canonicalize.older_forms import ADAPTERS
 from amp_transpiler.passes.pipeline import Context, Pass, Property
-from amp_transpiler.passes.view.constants import constant_content
-
-#: Before it operators broadcast by other rules.
-OLDEST = 7
-Adapter = Callable[[Operator], None]
-#: operator type -> (first version that needs no change, adapter), oldest change first.
-_ADAPTERS: dict[str, list[tuple[int, Adapter]]] = {}
 
 
 def convert_opset(program: Graph, target: int = TARGET_OPSET) -> bool:
     """Rewrite every ai.onnx operator (nested programs too) to ``target``; True where anything changed.
 
-    GraphError names an operator that is older than opset 7, that the target does not have, or whose
-    newer form it cannot express. ArgumentError where ``target`` is no operator set that onnx knows, from 7 on.
+    GraphError names an operator that the target does not have, or whose newer form it cannot express. ArgumentError
+    where ``target`` is no operator set that onnx knows, from 7 on.
     """
     whole("convert_opset: target", target, OLDEST)
     if target > (newest := onnx.defs.onnx_opset_version()):
         raise ArgumentError(
             f"convert_opset: target is {target}, and onnx {onnx.__version__} knows operator sets up to {newest}"
         )
+    brought = bring_to_oldest(program)
     version = program.opset()
     if version == target:
-        return False
-    check_age(program)
+        return brought
     later = []
     for op in list(program.walk()):
-        if not op.domain and _is_later(op, version, target) and has_decomposition(op):
+        withdrawn = op.type in WITHDRAWN and version < WITHDRAWN_AT <= target
+        if not op.domain and (withdrawn or _is_later(op, version, target)) and has_decomposition(op):
             later.append(op)
         elif not op.domain:
             _convert(op, version, target)
@@ -60,16 +54,6 @@ def convert_opset(program: Graph, target: int = TARGET_OPSET) -> bool:
     program.info.ir_version = max(program.info.ir_version, TARGET_IR_VERSION)
     program.touch()
     return True
-
-
-def check_age(program: Graph, oldest: int = OLDEST) -> None:
-    """GraphError where the operators of ai.onnx are older than the opset ``oldest``."""
-    version = program.opset()
-    if version < oldest and any(not op.domain for op in program.walk()):
-        raise GraphError(
-            f"program '{program.name}' uses opset {version}; operators older than opset 7 broadcast by other rules, "
-            "and casts older than opset 6 are written otherwise. Convert the model with onnx.version_converter first"
-        )
 
 
 @cache
@@ -121,7 +105,7 @@ def _convert(op: Operator, version: int, target: int) -> None:
         return  # written by onnxruntime before ONNX had the operator, in the form that ONNX took over
     if old == new and not onnx.defs.get_schema(op.type, target, "").deprecated:
         return
-    for upto, adapter in _ADAPTERS.get(op.type, []):
+    for upto, adapter in ADAPTERS.get(op.type, []):
         if old < upto <= target:
             adapter(op)
 
@@ -131,244 +115,10 @@ def add_operator(
 ) -> Operator:
     """An operator beside another one, given as the oldest opset has it, in the form of its program's opset."""
     op = like.program.add_operator(type_, inputs, outputs, attrs=attrs, like=like)
-    for since, adapter in _ADAPTERS.get(type_, []):
+    for since, adapter in ADAPTERS.get(type_, []):
         if since <= op.program.opset():
             adapter(op)
     return op
-
-
-def _adapter(upto: int, *types: str) -> Callable[[Adapter], Adapter]:
-    def register(function: Adapter) -> Adapter:
-        for type_ in types:
-            _ADAPTERS.setdefault(type_, []).append((upto, function))
-        return function
-
-    return register
-
-
-def _constant(op: Operator, what: str, array: np.ndarray) -> Variable:
-    first = next(v for v in op.outputs if v is not None)
-    return op.program.add_constant(f"{first.name}.{what}", array)
-
-
-def _attribute_to_input(op: Operator, name: str, slot: int, dtype: Any = np.int64) -> None:
-    if name in op.attrs:
-        op.set_input(slot, _constant(op, name, np.asarray(op.attrs[name], dtype)))
-        del op.attrs[name]
-
-
-def _type_of_data(op: Operator) -> Any:
-    source = op.inputs[0]
-    return np.float32 if source is None or source.dtype is None else numpy_dtype(source.dtype)
-
-
-@_adapter(13, "ReduceSum", "Squeeze", "Unsqueeze")
-@_adapter(
-    18,
-    "ReduceMean",
-    "ReduceL1",
-    "ReduceL2",
-    "ReduceLogSum",
-    "ReduceLogSumExp",
-    "ReduceProd",
-    "ReduceSumSquare",
-    "ReduceMax",
-    "ReduceMin",
-)
-def _axes(op: Operator) -> None:
-    _attribute_to_input(op, "axes", 1)
-
-
-@_adapter(13, "Split")
-def _split(op: Operator) -> None:
-    _attribute_to_input(op, "split", 1)
-
-
-@_adapter(18, "Split")
-def _split_evenly(op: Operator) -> None:
-    if op.input(1) is None:
-        op.attrs["num_outputs"] = len(op.outputs)
-
-
-@_adapter(10, "Slice")
-def _slice(op: Operator) -> None:
-    for slot, name in enumerate(("starts", "ends", "axes"), 1):
-        _attribute_to_input(op, name, slot)
-
-
-@_adapter(11, "Clip")
-def _clip(op: Operator) -> None:
-    for slot, name in enumerate(("min", "max"), 1):
-        _attribute_to_input(op, name, slot, _type_of_data(op))
-
-
-@_adapter(11, "Pad")
-def _pad(op: Operator) -> None:
-    _attribute_to_input(op, "pads", 1)
-    _attribute_to_input(op, "value", 2, _type_of_data(op))
-
-
-@_adapter(12, "Dropout")
-def _dropout(op: Operator) -> None:
-    _attribute_to_input(op, "ratio", 1, np.float32)
-
-
-@_adapter(10, "TopK")
-def _top_k(op: Operator) -> None:
-    if "k" in op.attrs:
-        op.attrs["k"] = [op.attrs["k"]]
-    _attribute_to_input(op, "k", 1)
-
-
-@_adapter(9, "Upsample")
-def _upsample(op: Operator) -> None:
-    _attribute_to_input(op, "scales", 1, np.float32)
-
-
-@_adapter(10, "Upsample")
-def _renamed(op: Operator) -> None:
-    op.type = "Resize"
-
-
-@_adapter(20, "GridSample")
-def _grid_sample(op: Operator) -> None:
-    if "mode" in op.attrs:
-        op.attrs["mode"] = {"bilinear": "linear", "bicubic": "cubic"}.get(op.attrs["mode"], op.attrs["mode"])
-
-
-@_adapter(11, "Resize", "Upsample")
-def _resize(op: Operator) -> None:
-    """The old form has asymmetric coordinates; the new one names a region of interest before the scales."""
-    scales = op.input(1)
-    op.set_input(1, _constant(op, "roi", np.zeros(0, np.float32)))
-    op.set_input(2, scales)
-    op.attrs["coordinate_transformation_mode"] = "asymmetric"
-    if op.attrs.get("mode", "nearest") == "nearest":
-        _rounded(op, scales)
-    elif op.attrs["mode"] == "bilinear":
-        op.attrs["mode"] = "linear"
-
-
-def _rounded(op: Operator, scales: Variable | None) -> None:
-    """Places between elements: onnxruntime's kernel of the old form takes the one before them along an axis that grows,
-    and the one behind along an axis that shrinks. Resize has one way for all axes: two of them where some do either."""
-    known = constant_content(scales)
-    factors = None if known is None else as_array(known)
-    op.attrs["nearest_mode"] = "floor"
-    if factors is None or (factors >= 1).all():
-        return
-    if (factors > 1).any():
-        first, source = dict(op.attrs), op.inputs[0]
-        assert source is not None
-        shrunk = op.program.fresh_variable(f"{source.name}.shrunk", source.dtype)
-        smaller, larger = (
-            _constant(op, name, bound(factors, 1)) for name, bound in (("down", np.minimum), ("up", np.maximum))
-        )
-        op.program.add_operator(
-            "Resize", [source, op.inputs[1], smaller], [shrunk], attrs={**first, "nearest_mode": "ceil"}, like=op
-        )
-        op.set_input(0, shrunk)
-        op.set_input(2, larger)
-    else:
-        op.attrs["nearest_mode"] = "ceil"
-
-
-@_adapter(13, "Resize", "Upsample")
-def _no_region(op: Operator) -> None:
-    """A region of interest may be left out."""
-    roi = op.input(1)
-    if roi is not None and roi.shape == (0,) and roi.is_constant and not roi.is_input:
-        op.set_input(1, None)
-        if not roi.readers and roi not in op.program.outputs:
-            op.program.remove_variable(roi)
-
-
-@_adapter(16, "RoiAlign")
-def _roi_align(op: Operator) -> None:
-    """Boxes lay half an element further on."""
-    op.attrs["coordinate_transformation_mode"] = "output_half_pixel"
-
-
-@_adapter(11, "Scatter")
-def _scatter(op: Operator) -> None:
-    op.type = "ScatterElements"
-
-
-@_adapter(13, "Softmax", "LogSoftmax", "Hardmax")
-def _softmax(op: Operator) -> None:
-    """Before opset 13 these work on the tensor flattened to 2-D at ``axis`` (default 1)."""
-    source, target = op.inputs[0], op.outputs[0]
-    assert source is not None and target is not None
-    axis = op.attrs.get("axis", 1)
-    rank = None if source.shape is None else len(source.shape)
-    if axis == -1 or (rank is not None and axis % max(rank, 1) == rank - 1):
-        op.attrs["axis"] = -1
-        return
-    program = op.program
-    flat = program.fresh_variable(f"{target.name}.flat", source.dtype, (None, None))
-    soft = program.fresh_variable(f"{target.name}.soft", source.dtype, (None, None))
-    shape = program.fresh_variable(f"{target.name}.shape", "int64", (rank,))
-    op.set_input(0, flat)
-    op.set_output(0, soft)
-    op.attrs["axis"] = -1
-    program.add_operator("Flatten", [source], [flat], attrs={"axis": axis}, like=op)
-    program.add_operator("Shape", [source], [shape], like=op)
-    program.add_operator("Reshape", [soft, shape], [target], like=op)
-
-
-@_adapter(20, "DFT")
-def _dft(op: Operator) -> None:
-    """The axis was an attribute with default 1 and is an input with default -2."""
-    op.attrs.setdefault("axis", 1)
-    _attribute_to_input(op, "axis", 2)
-
-
-@_adapter(9, "Scan")
-def _scan(op: Operator) -> None:
-    raise GraphError(f"operator '{op.label}' (Scan of opset 8, with a batch axis) has no form at opset {TARGET_OPSET}")
-
-
-@_adapter(9, "BatchNormalization")
-def _spatial(op: Operator) -> None:
-    if op.attrs.pop("spatial", 1) != 1:
-        what = f"operator '{op.label}' (BatchNormalization with spatial=0)"
-        raise GraphError(f"{what} has no form at opset {TARGET_OPSET}")
-
-
-@_adapter(14, "BatchNormalization")
-def _batch_norm(op: Operator) -> None:
-    for slot in range(1, len(op.outputs)):
-        if op.outputs[slot] is not None and list(_uses(op.outputs[slot])):
-            raise GraphError(
-                f"operator '{op.label}' (BatchNormalization of opset {op.program.opset()}) uses its training "
-                "outputs, which opset 14 defines differently"
-            )
-    for slot in range(len(op.outputs) - 1, 0, -1):
-        op.set_output(slot, None)
-
-
-def _uses(variable: Variable | None) -> Iterator[Operator]:
-    if variable is not None:
-        yield from (op for op, _ in variable.readers)
-
-
-@_adapter(21, "GroupNormalization")
-def _group_norm(op: Operator) -> None:
-    """Opset 18 scales per group, 21 per channel."""
-    source, groups = op.inputs[0], int(op.attrs["num_groups"])
-    if source is None or source.shape is None or not isinstance(source.shape[1], int):
-        raise GraphError(f"operator '{op.label}' (GroupNormalization of opset 18) needs a known number of channels")
-    program, per_group = op.program, source.shape[1] // groups
-    for slot in (1, 2):
-        old = op.inputs[slot]
-        assert old is not None
-        column = program.fresh_variable(f"{old.name}.column", old.dtype, (groups, 1))
-        wide = program.fresh_variable(f"{old.name}.wide", old.dtype, (groups, per_group))
-        flat = program.fresh_variable(f"{old.name}.channels", old.dtype, (source.shape[1],))
-        program.add_operator("Unsqueeze", [old, _constant(op, f"axes{slot}", np.array([1]))], [column])
-        program.add_operator("Expand", [column, _constant(op, f"wide{slot}", np.array([groups, per_group]))], [wide])
-        program.add_operator("Reshape", [wide, _constant(op, f"flat{slot}", np.array([-1]))], [flat])
-        op.set_input(slot, flat)
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def remove_identities(program: Graph, names: frozenset[str], keep: frozenset[Ope
         if op.type == "Where":
             remove(op, {read})
         else:
-            program.remove_operator(op)
+            _take_out(op)
         program.remove_variable(made)
         count += 1
     return count
@@ -81,12 +81,20 @@ def _give_name(op: Operator, read: Variable, outputs: set[Variable], names: froz
     source, slot = read.producer, read.producer_slot
     if source.type == "Constant" or read.data is not None:
         return False
-    program.remove_operator(op)
+    _take_out(op)
     program.replace_uses(read, made)
     source.set_output(slot, made)
     made.shape = made.shape or read.shape
     program.remove_variable(read)
     return True
+
+
+def _take_out(op: Operator) -> None:
+    """Remove an operator, with the mask that nobody reads."""
+    program, masks = op.program, [v for v in op.outputs[1:] if v is not None]
+    program.remove_operator(op)
+    for mask in masks:
+        program.remove_variable(mask)
 
 
 def _handed_on(op: Operator) -> Variable | None:
@@ -108,7 +116,9 @@ def _handed_on(op: Operator) -> Variable | None:
         shape = None if read is None or made is None else static(made.shape)
         return read if shape is not None and read is not None and static(read.shape) == shape else None
     if op.type == "Dropout":
-        if op.output(1) is not None or op.program.opset() < 7:
+        mask = op.output(1)
+        wanted = mask is not None and (bool(mask.readers) or mask in op.program.outputs)
+        if wanted or op.program.opset() < 7:
             return None
         training = op.input(2)
         known = None if training is None else constant_array(training)

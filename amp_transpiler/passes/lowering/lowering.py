@@ -9,6 +9,7 @@ from amp_transpiler.ir.dealt_rows import held_shapes
 from amp_transpiler.ir.decompose import has_decomposition
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.ir.oldest_forms import OLDEST
 from amp_transpiler.ir.opdef import lowering_rule_of
 from amp_transpiler.ir.types import FLOATS, HALF
 from amp_transpiler.lists import NEWEST_OPSET, TARGET_OPSET, place_kinds, place_traits, unsupported_reason
@@ -45,7 +46,7 @@ class RuntimeOpset(Pass):
     """Operators are at the target opset where lowering rules ask for it, or where the place lacks later kernels.
 
     So they are where kernels' inner roundings are written out that need later forms of operators. Others are at the
-    newest opset that onnxruntime takes, unless it has no form of them.
+    newest opset that onnxruntime takes, unless it has no form of them, and at the oldest that it runs.
     """
 
     name = "runtime-opset"
@@ -71,7 +72,7 @@ class RuntimeOpset(Pass):
         lacks = self._lacks(graph, version) or _hands_on_sequences(graph, version)
         if lacks or (not stays and (later or any(map(lowering_rule_of, graph.walk())))):
             return TARGET_OPSET
-        return NEWEST_OPSET if version > NEWEST_OPSET and can_convert(graph, NEWEST_OPSET) else version
+        return NEWEST_OPSET if version > NEWEST_OPSET and can_convert(graph, NEWEST_OPSET) else max(version, OLDEST)
 
     def _lacks(self, graph: Graph, version: int) -> bool:
         """Whether the host computes an operator by its parts alone, and onnxruntime does not take it apart itself.

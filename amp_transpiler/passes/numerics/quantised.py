@@ -1,4 +1,4 @@
-"""What onnxruntime makes one integer kernel of, whose scales are fp32 alone.
+"""What onnxruntime makes of a quantised model while it loads it, and where that fails.
 
 Of the operators between DequantizeLinear and QuantizeLinear that its CPU provider fuses, Concat is the one of which it
 does not ask whether the scales are float32: in float16 the model does not load (1.31).
@@ -6,12 +6,39 @@ does not ask whether the scales are float32: in float16 the model does not load 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ops.fake_quantize import quantizer
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.view.names import written_name
+
+#: From this opset on QuantizeLinear may name the type that it makes.
+_NAMES_ITS_TYPE = 21
+#: Behind which onnxruntime quantises again what comes from a DequantizeLinear, and brings it back.
+_HANDED_ON = frozenset({"MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
+
+
+def loads_at(program: Graph, opset: int) -> bool:
+    """Whether onnxruntime loads the program at a later opset as well.
+
+    On x86 processors it makes uint8 of int8, and forgets what a QuantizeLinear that it put in itself says of its type:
+    two types, with which the model does not load (1.31, 1.32).
+    """
+    return opset < _NAMES_ITS_TYPE or not any(
+        op.type == "DequantizeLinear"
+        and not op.domain
+        and (read := op.input(0)) is not None
+        and read.dtype == "int8"
+        and any(reader.type in _HANDED_ON and not reader.domain for made in op.outputs for reader, _ in _readers(made))
+        for op in program.walk()
+    )
+
+
+def _readers(variable: Variable | None) -> Sequence[tuple[Operator, int | str]]:
+    return () if variable is None else variable.readers
 
 
 def keep_quantised(program: Graph, constraints: Constraints) -> None:

@@ -164,7 +164,7 @@ def _local(program: Graph, local: Mapping[Variable, Variable], ids: Variable | N
         return local[ids]
     source = next(own for first, own in local.items() if _again(first, ids))
     waits = _lateness(ids)
-    late = program.add_variable(program.unique(f"{source.name}@LATE"), source.dtype, source.shape)
+    late = program.fresh_variable(f"{source.name}@LATE", source.dtype, source.shape)
     late.stop_gradient = True
     program.add_operator(INPUT, [waits.input(0), source], [late], domain=OWN, like=waits)
     return late
