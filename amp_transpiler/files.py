@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
-from amp_transpiler.errors import ArgumentError, ModelFileWriteError
+from amp_transpiler.errors import AmpError, ArgumentError, ModelFileWriteError
 from amp_transpiler.file_targets import PathLike, check_target, identities
 
 try:
@@ -61,7 +61,7 @@ def check_outputs(outputs: Mapping[str, PathLike | None], inputs: Mapping[str, I
             raise ArgumentError(f"{what} '{os.fspath(path)}' and {same} are the same file; choose another name")
         seen |= dict.fromkeys(identities(path), f"{what} '{os.fspath(path)}'")
         target = check_target(path, what)
-        _probe(target.parent, f"{what} '{os.fspath(path)}'")
+        probe(target.parent, f"{what} '{os.fspath(path)}'")
 
 
 def _files_in(path: PathLike) -> list[PathLike]:
@@ -71,7 +71,7 @@ def _files_in(path: PathLike) -> list[PathLike]:
         return [path]
 
 
-def _probe(folder: Path, refused: str) -> None:
+def probe(folder: Path, refused: str, kind: type[AmpError] = ModelFileWriteError) -> None:
     """Make sure that the folder takes files; what killed processes left in it is made good and removed."""
     try:
         remove_leftovers(folder)
@@ -79,7 +79,7 @@ def _probe(folder: Path, refused: str) -> None:
         with suppress(FileNotFoundError):  # another process may take it for left behind
             os.rmdir(made)
     except OSError as error:
-        raise ModelFileWriteError(
+        raise kind(
             f"{refused} cannot be written: folder '{folder}' takes no files: {error.strerror or error}"
         ) from None
 

@@ -174,7 +174,7 @@ def table(runs: list[Run], batch: int) -> str:
 def arguments() -> argparse.ArgumentParser:
     """The options."""
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0] if __doc__ else "", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description=__doc__.splitlines()[0] if __doc__ else "", formatter_class=training.Help
     )
     parser.add_argument("--data", type=Path, default=Path("data/squad"), help="folder with SQuAD v1.1")
     parser.add_argument("--vocab", type=Path, default=Path("data/bert_vocab"), help="folder with BERT's vocab.txt")

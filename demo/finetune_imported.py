@@ -71,11 +71,16 @@ def export_stand_in(path: Path, train: tuple[np.ndarray, np.ndarray], options: a
 
 
 def features(scores: amp.Variable) -> amp.Variable:
-    """What the last dense layer reads."""
-    layer = scores.producer
-    while layer is not None and layer.type not in ("MatMul", "Gemm"):
+    """What the last dense layer reads. Its parameters are trained no more."""
+    layer, read = scores.producer, []
+    while layer is not None:
+        read += [variable for variable in layer.inputs if variable is not None and variable.trainable]
+        if layer.type in ("MatMul", "Gemm"):
+            for parameter in read:
+                parameter.trainable = False
+            return layer.inputs[0]
         layer = layer.inputs[0].producer
-    return layer.inputs[0] if layer is not None else scores
+    return scores
 
 
 def tune(

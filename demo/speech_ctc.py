@@ -195,7 +195,7 @@ def table(runs: list[Run]) -> str:
 def arguments() -> argparse.ArgumentParser:
     """The options."""
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0] if __doc__ else "", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description=__doc__.splitlines()[0] if __doc__ else "", formatter_class=training.Help
     )
     parser.add_argument("--data", type=Path, default=Path("data/fsdd"), help="folder with the recordings")
     parser.add_argument("--synthetic", action="store_true", help="telephone tones instead of recordings")

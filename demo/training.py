@@ -31,9 +31,16 @@ class History:
     step_seconds: list[float] = field(default_factory=list)
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Says the default of each option; of one that is left out as nothing, its own help says what that means."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default not in (None, []) else action.help
+
+
 def arguments(description: str, epochs: int) -> argparse.ArgumentParser:
     """The options that every demo takes."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=description, formatter_class=Help)
     add_modes(parser, MODES)
     parser.add_argument("--place", choices=["cpu", "cuda", "webgpu"], default="cpu", help="device to train on")
     parser.add_argument("--epochs", type=int, default=epochs, help="passes over the training data")

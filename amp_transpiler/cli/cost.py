@@ -15,6 +15,8 @@ from amp_transpiler.passes.lowering.cost_estimate import CostEstimate
 from amp_transpiler.passes.lowering.place import PLACES
 from amp_transpiler.program import Program
 
+_PLACE = "cuda"
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``info`` that ask for costs."""
@@ -25,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="kernels, bytes, arithmetic and memory; of a float32 model also those of its conversions, and whether "
         "they pay",
     )
-    costs.add_argument("--place", choices=sorted(PLACES), default="cuda", help="default: %(default)s")
+    costs.add_argument("--place", choices=sorted(PLACES), help=f"default: {_PLACE}")
     costs.add_argument(
         "--shape",
         nargs="+",
@@ -41,13 +43,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def show(program: Program, options: argparse.Namespace) -> None:
     """Print what a run costs; on a GPU also forecasts, beside the model's conversions where it is float32."""
     sizes = shapes(program, options.shape or [])
-    place = PLACES[options.place]
+    name = options.place or _PLACE
+    place = PLACES[name]
     estimate = program.cost_estimate(place, sizes)
     print(estimate)
     if not estimate.has_forecast:
-        if options.place != "cpu":
+        if name != "cpu":
             print("no forecast: those are of CUDA devices")
-        if roundings(options.place, "float16") is not None:
+        if roundings(name, "float16") is not None:
             print("16 bit is no faster there: sums that kernels would round in 16 bit are widened (docs/places.md)")
         return
     if any(v.dtype in HALF for each in program.blocks for v in each.variables):

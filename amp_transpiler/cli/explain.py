@@ -13,7 +13,7 @@ from amp_transpiler.conversion.converting import convert_with
 from amp_transpiler.conversion.report.summary import group
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.patterns import matching
+from amp_transpiler.ir.patterns import matching, pattern_of
 from amp_transpiler.passes.view.names import label as plain_label
 from amp_transpiler.program import Program
 
@@ -66,6 +66,7 @@ def _chosen(program: Program, nodes: list[str]) -> list[Operator]:
         if node in made or node in labels:
             found[made.get(node) or labels[node]] = None
             continue
+        pattern_of(node, "explain")  # a broken expression is told as that
         try:
             found.update(dict.fromkeys(matching(ops, [node], "explain")))
         except ArgumentError:

@@ -8,6 +8,7 @@ from collections import Counter
 from amp_transpiler.cli import cost, plan_ranks
 from amp_transpiler.cli.diff import sizes
 from amp_transpiler.cli.terminal import printable
+from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.passes.canonicalize.inlining import TryInlineFunctions
@@ -25,6 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print operators by precision, casts, weights, inputs and outputs, what has no CUDA kernel, and costs."""
+    _check(options)
     program = Program.from_onnx(options.model)
     print(_operators(program))
     casts = [op for op in program.walk() if op.type == "Cast"]
@@ -41,6 +43,18 @@ def run(options: argparse.Namespace) -> int:
     if options.ranks:
         plan_ranks.show(options)
     return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """ArgumentError for an option that says something of costs or of a plan where neither is asked for."""
+    for names, wanted, what in (
+        (("place",), options.cost, "--cost"),
+        (("shape", "device"), options.cost or options.ranks, "--cost or --ranks"),
+        (plan_ranks.OPTIONS, options.ranks, "--ranks"),
+    ):
+        for name in names:
+            if not wanted and getattr(options, name) not in (None, False):
+                raise ArgumentError(f"info: --{name.replace('_', '-')} goes with {what}, which is not given")
 
 
 def _operators(program: Program) -> str:

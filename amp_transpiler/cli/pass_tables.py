@@ -30,6 +30,11 @@ def cells(each: type[Pass]) -> tuple[str, ...]:
 def run(options: argparse.Namespace) -> int:
     """Print the pipelines and every pass; of a model, what the passes of a text change in it."""
     if options.model is None:
+        if options.passes:
+            raise ArgumentError(
+                f"explain: --passes {typed(options.passes)!r} is a list of passes to try on a model; give the model "
+                "before it, or --passes alone for what all passes do"
+            )
         print("\n".join([*(f"{call:9} {pipeline}" for call, pipeline in pipelines().items()), *_listing()]))
         return 0
     if options.nodes:

@@ -18,6 +18,12 @@ from amp_transpiler.passes.lowering.planning import plan
 from amp_transpiler.passes.view.training_step import training_step
 from amp_transpiler.program import Program, program_guard
 
+_MODE = "mixed"
+#: Options that are arguments of ``plan`` by the same name, which has their defaults.
+_PLANNED = ("bandwidth", "latency", "ranks_per_node", "bandwidth_within", "step_time", "shard_state")
+#: Options that say something of a plan alone.
+OPTIONS = ("mode", *_PLANNED)
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``info`` that ask for a plan."""
@@ -25,12 +31,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     ranks.add_argument(
         "--ranks", nargs="+", action="extend", metavar="N", help="how many, such as 1 8 64; needs --bandwidth"
     )
-    ranks.add_argument("--mode", choices=MODES, default="mixed", help="precision to train in (default: %(default)s)")
+    ranks.add_argument("--mode", choices=MODES, help=f"precision to train in (default: {_MODE})")
     ranks.add_argument(
         "--bandwidth", type=number, metavar="GB/S", help="what a node sends to others; 100 Gbit/s are 12.5"
     )
-    ranks.add_argument("--latency", type=number, default=20, metavar="US", help="of a message (default: %(default)s)")
-    ranks.add_argument("--ranks-per-node", type=number, default=1, metavar="N", help="default: %(default)s")
+    ranks.add_argument("--latency", type=number, metavar="US", help="of a message (default: 20)")
+    ranks.add_argument("--ranks-per-node", type=number, metavar="N", help="default: 1")
     ranks.add_argument("--bandwidth-within", type=number, metavar="GB/S", help="of a rank within its node")
     ranks.add_argument(
         "--step-time", type=number, metavar="SECONDS", help="of one rank, as measured; else forecast for each --device"
@@ -47,19 +53,15 @@ def show(options: argparse.Namespace) -> None:
         raise ArgumentError("--ranks needs --device A100, say, or --step-time, the seconds of a step on one rank")
     program = Program.from_onnx(options.model)
     if not training_step(program).gradients:
-        _train(program, options.mode)
+        _train(program, options.mode or _MODE)
+    given = {name: value for name in _PLANNED if (value := getattr(options, name)) is not None}
     for device in options.device or [None]:
         planned = plan(
             program,
             counts,
-            bandwidth=options.bandwidth,
-            latency=options.latency,
             feed_shapes=shapes(program, options.shape or []),
             device=device,
-            step_time=options.step_time,
-            ranks_per_node=options.ranks_per_node,
-            bandwidth_within=options.bandwidth_within,
-            shard_state=options.shard_state,
+            **given,
         )
         print(planned)
 

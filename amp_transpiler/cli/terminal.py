@@ -7,10 +7,11 @@ window, or turn the direction of a line. :func:`printable` is for one name in a 
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from amp_transpiler.warn import AmpWarning
@@ -89,13 +90,19 @@ class _Stream:
 
 @contextmanager
 def safe_streams() -> Iterator[None]:
-    """Print through streams that cannot steer the terminal."""
+    """Print through streams that cannot steer the terminal.
+
+    One that was closed before the command began (``>&-``) takes everything and shows nothing. It has a descriptor all
+    the while, so that no file of the command's is opened under the number at which libraries print.
+    """
     out, err = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _Stream(out), _Stream(err)
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = out, err
+    with ExitStack() as stack:
+        streams = [stream or stack.enter_context(open(os.devnull, "w")) for stream in (out, err)]
+        sys.stdout, sys.stderr = map(_Stream, streams)
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = out, err
 
 
 def complain(message: object) -> None:

@@ -76,8 +76,9 @@ class _Weights:
         meta = read_meta(source)
         if meta["program"]["fingerprint"] != said["program"]["fingerprint"]:
             raise CheckpointMismatchError(
-                f"{CALL}: checkpoint '{source}' is one of another program, '{meta['program']['name']}'; the folder "
-                f"holds a step of '{said['program']['name']}'"
+                f"{CALL}: checkpoint '{source}' is one of another program, '{meta['program']['name']}', than the step "
+                f"of '{said['program']['name']}' in the folder: what they compute or keep differs. Export the program "
+                "that was trained, or train this step"
             )
         self.places = said["serving"]["weights"]
         self._file = TensorFile(source, meta)
@@ -117,6 +118,11 @@ class _Weights:
 
 
 def _manifest(home: Path) -> dict[str, Any]:
+    if not (home / MANIFEST).is_file():
+        raise ModelFileError(
+            f"{CALL}: '{home}' is no exported step: there is no '{home / MANIFEST}'; give the folder that "
+            "Program.export_training or amp-transpile export-step wrote"
+        )
     try:
         said = json.loads((home / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

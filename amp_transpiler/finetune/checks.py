@@ -14,7 +14,7 @@ from amp_transpiler.errors import (
     PlaceError,
 )
 from amp_transpiler.file_targets import check_space, folder_path, same_file
-from amp_transpiler.files import check_outputs, remove_leftovers
+from amp_transpiler.files import check_outputs, probe
 from amp_transpiler.finetune.log import EPOCHS, STEPS
 from amp_transpiler.finetune.options import FitOptions
 from amp_transpiler.ir.external import check_unnamed
@@ -87,6 +87,4 @@ def check_folder(path: Any, output: Any, what: str) -> None:
     place = folder if folder.exists() else folder.absolute().parent
     if not place.is_dir():
         raise kind(f"{what} '{path}' cannot be made: there is no folder '{place}'")
-    if not os.access(place, os.W_OK):
-        raise kind(f"{what} '{path}' cannot be written: no permission to write to '{place}'")
-    remove_leftovers(place)
+    probe(place, f"{what} '{path}'", kind)

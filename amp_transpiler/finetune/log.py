@@ -40,17 +40,16 @@ class Log:
     def step(self, report: StepReport) -> None:
         """Add a step."""
         if not self._ended:
-            steps = self._opened()
             with self._kept_going():
-                steps.write(report)
+                self._opened().write(report)
                 if self._board is not None:
                     self._board.write(report)
 
     def epoch(self, record: EpochRecord) -> None:
         """Add an epoch."""
         if not self._ended:
-            self._opened()
             with self._kept_going():
+                self._opened()
                 rows = _rows(self.folder / EPOCHS)
                 fields = record.columns(self._metric)
                 rows.append({name: "" if value is None else str(value) for name, value in fields.items()})
@@ -69,7 +68,10 @@ class Log:
 
     def _opened(self) -> CsvWriter:
         if self._steps is None:
-            self.folder.mkdir(exist_ok=True)
+            try:
+                self.folder.mkdir(exist_ok=True)
+            except OSError as error:
+                raise ModelFileWriteError(f"'{self.folder}' cannot be made: {error.strerror or error}") from None
             _cut(self.folder / STEPS, "step", self._steps_done)
             _cut(self.folder / EPOCHS, "epoch", self._epochs_done + 1 if self._epochs_done else 0)
             self._steps = CsvWriter(self.folder / STEPS, append=True)

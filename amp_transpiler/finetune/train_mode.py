@@ -10,7 +10,7 @@ import numpy as np
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.metadata import ASKED, SYNCHRONIZED
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.patterns import matching
+from amp_transpiler.ir.patterns import matching, matching_names
 from amp_transpiler.ops.training.random import MASK_ID
 from amp_transpiler.ops.training.seeds import rng_state
 from amp_transpiler.option_checks import choice, is_real, listed
@@ -40,8 +40,10 @@ def set_batch_norm(program: Program, ways: str | Mapping[str, str]) -> list[str]
     """
     found = dict(_running(program))
     chosen = dict.fromkeys(found, ways if isinstance(ways, str) else "train")
+    kind = f"BatchNormalization of program '{program.name}'"
     for pattern, way in ({} if isinstance(ways, str) else ways).items():
-        chosen |= dict.fromkeys(matching(found, [pattern], "batch_norm", names=_names), way)
+        required = pattern != "*"  # all of none is no mistake, as one way for all is none
+        chosen |= dict.fromkeys(matching_names(found, [pattern], "batch_norm", _names, kind, required=required), way)
     trained = {op: states for op, states in found.items() if chosen[op] != "frozen"}
     for op in trained:
         if chosen[op] == "synchronized":
@@ -52,7 +54,8 @@ def set_batch_norm(program: Program, ways: str | Mapping[str, str]) -> list[str]
 
 
 def _names(op: Operator) -> list[str]:
-    return [op.scope, op.name, *(v.name for v in (*op.inputs[1:], *op.outputs) if v is not None)]
+    own = (op.scope, op.name, *(v.name for v in (*op.inputs[1:], *op.outputs) if v is not None))
+    return [name for name in own if name]
 
 
 def _train(program: Program, found: Mapping[Operator, Sequence[Variable]], over: str) -> list[str]:

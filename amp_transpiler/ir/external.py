@@ -221,7 +221,7 @@ def _location(path: Path | None, external_data: bool | str | None) -> str:
     if isinstance(external_data, str):
         name = external_data
         if name in ("", os.curdir, os.pardir) or Path(name).name != name or "\0" in name:
-            raise ArgumentError(f"external_data is the name of a file beside the model, not {name!r}")
+            raise ArgumentError(f"external_data (--external-data) is the name of a file beside the model, not {name!r}")
     elif external_data in (None, True, False):
         name = "" if path is None else f"{path.name}.data"
     else:

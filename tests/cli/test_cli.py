@@ -93,6 +93,18 @@ def test_info(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "MatMul" in out and "opset 21, 3 operators" in out
 
 
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [("--place cpu", "--cost"), ("--ranks 2 --place cpu", "--cost"), ("--device A100", "--cost or --ranks")]
+    + [(option, "--ranks") for option in ("--cost --mode pure", "--latency 20", "--cost --shard-state")],
+)
+def test_info_refuses_options_of_what_is_not_asked_for(
+    model: Path, given: str, wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["info", str(model), *given.split()]) == 2
+    assert f" goes with {wanted}, which is not given" in capsys.readouterr().err
+
+
 def test_info_of_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = '<ir_version: 10, opset_import: ["" : 21]> g (float[N, 64] x, float[64, 64] w) => (float[N, 64] y) '
     path = str(tmp_path / "open.onnx")

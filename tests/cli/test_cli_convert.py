@@ -218,6 +218,8 @@ def test_explain(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "carries no reasons; convert --mode mixed" in out and "fp32: comes near" in out
     status, _, err = run(capsys, "explain", model, "encodr/h")
     assert status == 2 and "did you mean 'encoder/h'" in err
+    status, _, err = run(capsys, "explain", model, "re:[")
+    assert status == 2 and "'[' is no regular expression: unterminated" in err
 
 
 def test_diff(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,3 +63,5 @@ def test_what_is_wrong_is_one_line(
 
 def test_explain_wants_a_model_or_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain"]) == 2 and "takes a model, or --passes" in capsys.readouterr().err
+    assert main(["explain", "--passes", "model.onnx"]) == 2  # it would be taken for the list
+    assert "give the model before it" in capsys.readouterr().err

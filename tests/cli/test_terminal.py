@@ -113,6 +113,19 @@ def test_a_reader_that_has_gone_is_no_error(model: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("closed", [(1,), (1, 2)])
+def test_an_output_that_is_closed_takes_everything(model: Path, tmp_path: Path, closed: tuple[int, ...]) -> None:
+    made = subprocess.run(
+        [sys.executable, "-m", "amp_transpiler.cli", "convert", str(model), str(tmp_path / "half.onnx")],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stderr=None if 2 in closed else subprocess.PIPE,
+        preexec_fn=lambda: [os.close(one) for one in closed],
+        timeout=120,
+    )
+    assert made.returncode == 0 and not made.stderr
+    onnx.checker.check_model(onnx.load(tmp_path / "half.onnx"))
+
+
 @pytest.mark.parametrize(
     "environment",
     [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}],

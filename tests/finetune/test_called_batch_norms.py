@@ -66,8 +66,16 @@ def test_norms_of_a_frozen_body_evaluate_beside_those_of_a_head_that_train() -> 
         node.input[1:] = [names.get(name, name) for name in node.input[1:]]
     held = {name: (rng.random(4) + 0.5).astype(np.float32) for name in names.values()}
     model.graph.initializer.extend(onnx.numpy_helper.from_array(a, n) for n, a in held.items())
-    with pytest.raises(ArgumentError, match="batch_norm: pattern 'tail.*' matches no operator name or scope"):
+    with pytest.raises(ArgumentError, match="batch_norm: pattern 'tail.*' matches no BatchNormalization of program"):
         amp.prepare_training(amp.Program.from_onnx(model), batch_norm={"tail.*": "frozen"})
+    bare = amp.Program.from_onnx(
+        onnx.parser.parse_model(
+            '<ir_version: 9, opset_import: ["" : 17]> '
+            "net (float[8,4] x) => (float[8,4] y) <float[4,4] w = {1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2}> { y = MatMul (x, w) }"
+        )
+    )
+    with pytest.raises(ArgumentError, match="'tail.*' matches no BatchNormalization of program 'net'; there is none"):
+        amp.prepare_training(bare, batch_norm={"*": "train", "tail.*": "frozen"})
     with pytest.raises(ArgumentError, match=r"batch_norm of 'body.\*'.*'evaluate'"):
         amp.prepare_training(amp.Program.from_onnx(model), batch_norm={"body.*": "evaluate"})
     program = amp.Program.from_onnx(model)

@@ -14,6 +14,7 @@ import onnxruntime as ort
 import pytest
 
 import amp_transpiler as amp
+from amp_transpiler.finetune.log import Log
 from tests.helpers.exported import exported, samples, scores
 from tests.helpers.fitting import FAST, features, linear, rows
 from tests.helpers.full_disk import full_disk
@@ -164,6 +165,17 @@ def test_a_training_goes_on_where_its_log_does_not_fit(
     onnx.checker.check_model(tmp_path / "o.onnx")
     (said,) = (line for line in told if "the log ends before the training" in line)
     assert said.endswith("cannot be written: File too large") and f"{tmp_path}/log" in said
+
+
+def test_a_log_ends_where_its_folder_cannot_be_made(tmp_path: Path) -> None:
+    told: list[str] = []
+    with Log(tmp_path / "gone" / "log", "accuracy", 0, 0, told.append) as log:
+        log.step(None)  # type: ignore[arg-type]
+        log.step(None)  # type: ignore[arg-type]
+    (said,) = told
+    assert said.startswith("the log ends before") and said.endswith(
+        "gone/log' cannot be made: No such file or directory"
+    )
 
 
 def test_without_tensorboardx_the_log_is_csv_and_says_what_to_install(

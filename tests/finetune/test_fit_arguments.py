@@ -99,6 +99,8 @@ def test_an_output_that_is_read_is_refused(
         ("--checkpoint data.npz", "--checkpoint 'data.npz' is a file"),
         ("--log data.npz", "--log 'data.npz' is a file"),
         ("--checkpoint no/where", "there is no folder"),
+        ("--checkpoint /proc/here", "--checkpoint '/proc/here' cannot be"),
+        ("--log /proc/here", "--log '/proc/here' cannot be"),
         ("--accumulate 99", "holds 40 samples, fewer than"),
         ("--batch-size 99", "holds 40 samples, fewer than a batch of 99"),
         ("--output z", "--output z"),
