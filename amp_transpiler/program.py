@@ -115,7 +115,7 @@ class Program(Blocks):
         feed_shapes: dict[str, tuple[int, ...]] | None = None,
         fetches: Sequence[Variable | str] = (),
     ) -> Lowered:
-        """The ONNX model that ``place`` (CPUPlace() or CUDAPlace(0)) runs; neither needs a GPU.
+        """The ONNX model that ``place`` runs, CPUPlace(), CUDAPlace(0) or WebGPUPlace(0); none of them needs a GPU.
 
         ``feed_shapes`` gives the shapes of feeds whose declared shape is not fixed; ``fetches`` (variables or names)
         what the model returns beside the updated state, by default the outputs. ``to_onnx(path)`` of the result writes

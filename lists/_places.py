@@ -38,6 +38,7 @@ class PlaceTraits:
     recurrent: bool
     branches: bool
     wide_integers: bool
+    tensor_cores: bool
     bodies: bool
     dtypes: tuple[str, ...]
     most_tensors: int

@@ -11,7 +11,7 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler import optimizer as optim
-from amp_transpiler.errors import StepError
+from amp_transpiler.errors import ArgumentError, StepError
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.passes.step_check.check_lowered import check_lowered
 from tests.corpora.check_lowered_corpus import LOWERED, ON_CPU, ON_CUDA
@@ -61,6 +61,11 @@ def test_whole_networks_are_accepted(name: str, mode: str) -> None:
     net = build(name, mode)
     for place in (amp.CPUPlace(), amp.CUDAPlace(0)):
         amp.check_step(net.main, place, {feed: value.shape for feed, value in net.feeds.items()})
+
+
+def test_a_place_whose_steps_are_not_proved_is_refused_and_not_called_broken() -> None:
+    with pytest.raises(ArgumentError, match="made of other operators, which are not proved; give CPUPlace"):
+        amp.check_step(built(True, optim.Adam(multi_precision=True)), amp.WebGPUPlace(0), FEEDS)
 
 
 def named(case: Case) -> str:

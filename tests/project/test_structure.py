@@ -1,5 +1,6 @@
 """Rooms import in one direction, without circles; no module is too long; nothing is attached where it is not defined."""
 
+import re
 from pathlib import Path
 from types import FunctionType
 
@@ -77,3 +78,11 @@ def test_type_checkers_see_what_every_method_gives(cls: type) -> None:
     for name, function in functions.items():
         assert function.__module__ in {base.__module__ for base in own}, f"{name} is attached from outside"
         assert function.__annotations__.get("return", "Any") != "Any", f"{name} gives what no type checker knows"
+
+
+def test_rules_and_passes_ask_places_for_what_they_need() -> None:
+    """And not for their names: what tells places apart stands in ``lists/places.toml``, where a new place is added."""
+    named = re.compile(r"""(==|!=|\bin|\bis) *\(?["'](cpu|cuda|webgpu)["']""")
+    sources = [path for room in ("ops", "amp_transpiler/passes") for path in sorted((ROOT / room).rglob("*.py"))]
+    assert len(sources) > 200
+    assert not [path.name for path in sources if named.search(path.read_text(encoding="utf-8"))]

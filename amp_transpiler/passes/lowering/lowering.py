@@ -110,9 +110,10 @@ class Emit(Pass):
     def run(self, graph: Graph, context: Context) -> bool:
         for above in _ABOVE:
             times = emit(graph, self.place, context.get(FEED_SHAPES) or {}, context.get(WANTED, Wanted()), above)
-            if place_traits(self.place).bodies:
+            traits = place_traits(self.place)
+            if traits.bodies:
                 times = [fitted(lowered) for lowered in times]
-            if self.place == "cuda":
+            if traits.tensor_cores:
                 times = [widened(lowered) for lowered in times]
             found = times[0] if len(times) == 1 else with_computed_sizes(times)
             if found is not None:

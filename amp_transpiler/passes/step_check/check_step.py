@@ -20,11 +20,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from amp_transpiler.errors import StepError
+from amp_transpiler.errors import ArgumentError, StepError
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.types import HALF
+from amp_transpiler.lists import place_traits
 from amp_transpiler.ops.training.accumulate import ACCUMULATE, ACCUMULATE_ROWS, RESET
 from amp_transpiler.ops.training.scaling import CHECK, master_type
 from amp_transpiler.passes.lowering.lowering import lower_for
@@ -55,14 +56,22 @@ def check_step(
     program is lowered for it, and point 6 is proved on the model that the place runs; ``feed_shapes`` gives the shapes
     of feeds whose declared shape is not fixed.
 
-    StepError lists every violation with the operators and variables concerned.
+    StepError lists every violation with the operators and variables concerned. ArgumentError for a place whose lowered
+    steps are not proved: on WebGPU gates and finite checks are made of other operators.
     """
     found = _Step(program).violations()
     if found:
         listed = "\n".join(f"  {violation}" for violation in dict.fromkeys(found))
         raise StepError(f"the training step of program '{program.name}' breaks the step protocol:\n{listed}")
-    if place is not None:
-        check_lowered(program, lower_for(program, place, feed_shapes))
+    if place is None:
+        return
+    lowered = lower_for(program, place, feed_shapes)
+    if place_traits(place.kind).bodies:
+        raise ArgumentError(
+            f"check_step: what is lowered for {place} has gates and finite checks made of other operators, which are "
+            "not proved; give CPUPlace() or CUDAPlace(0), or no place for points 1 to 5 alone"
+        )
+    check_lowered(program, lowered)
 
 
 def _said(op: Operator | None) -> str:
