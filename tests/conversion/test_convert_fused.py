@@ -131,3 +131,45 @@ def test_where_kernels_round_inside_the_unmeasured_stay_float32() -> None:
     kept = {op.type: str(op.reason) for op in converted.operators if op.precision == "float32" and op.type != "Cast"}
     assert {"MatMulNBits", "GroupQueryAttention"} <= set(kept)
     assert "unknown number of roundings" in kept["MatMulNBits"]
+
+
+def optimised(opset: int, activation: str, **more: Any) -> onnx.ModelProto:
+    """A convolution and a product as onnxruntime's optimisers save them for CPUs."""
+    fused: dict[str, Any] = {"domain": "com.microsoft", "activation": activation}
+    nodes = [
+        helper.make_node("FusedConv", ["x", "w", "b"], ["c"], name="conv", pads=[1, 1, 1, 1], **fused, **more),
+        helper.make_node("Flatten", ["c"], ["f"]),
+        helper.make_node("FusedGemm", ["f", "g"], ["y"], name="head", domain="com.microsoft", activation="Relu"),
+    ]
+    shapes = {"w": (4, 3, 3, 3), "b": (4,), "g": (64, 5)}
+    weights = {name: 0.2 * _RNG.normal(size=shape) for name, shape in shapes.items()}
+    graph = helper.make_graph(
+        nodes,
+        "m",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, (1, 3, 4, 4))],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, (1, 5))],
+        [numpy_helper.from_array(value.astype(np.float32), name) for name, value in weights.items()],
+    )
+    opsets = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, ir_version=8, opset_imports=opsets)
+
+
+@pytest.mark.parametrize("mode", ["pure", "mixed"])
+def test_what_only_its_parts_have_kernels_of_is_taken_apart(mode: str) -> None:
+    """The file stayed as large as it was, with a cast on each side of every convolution."""
+    source = optimised(12, "Clip", activation_params=[0.0, 6.0])
+    done = amp.convert(source, mode=mode, check=True)
+    assert {op.type for op in done.operators} == {"Cast", "Conv", "Clip", "Flatten", "Gemm", "Relu"}
+    assert {op.precision for op in done.operators if not op.inserted} == {"float16"}
+    assert sum(op.inserted for op in done.operators) == 2
+    assert done.conversion.verdict is not None and done.conversion.verdict.met
+    assert done.to_onnx().ByteSize() < 0.9 * source.ByteSize()
+
+
+def test_it_stays_whole_where_that_gains_nothing() -> None:
+    source = optimised(12, "Relu")
+    assert {op.type for op in amp.convert(source, dtype="bfloat16").operators} >= {"FusedConv"}  # nor has Conv one
+    assert "FusedConv" in {op.type for op in amp.convert(source, exclude=["conv"]).operators}
+    assert "FusedConv" in {op.type for op in amp.convert(source, place="webgpu").operators}
+    clipped = optimised(7, "Clip", activation_params=[0.0, 6.0])  # whose Clip has its bounds as attributes
+    assert {op.type for op in amp.convert(clipped).operators} >= {"FusedConv", "FusedGemm"}

@@ -168,3 +168,26 @@ def test_other_open_sizes_stay(piece: str, declared: str) -> None:
         to = Concat<axis = 0>({piece})  r = Reshape(x, to)  y = ReduceMax<keepdims = 0>(r)
     }}"""
     assert "Concat" in types(converted(text))
+
+
+FILL = """<ir_version: 10, opset_import: ["" : 20]> m (float[N,8] x) => (float[N,8] y) <float[8,8] w> {
+    a = MatMul(x, w)  s = Shape(a)  f = ConstantOfShape<value = float[1] {0.3}>(s)  b = Add(a, f)  y = MatMul(b, w)
+}"""
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_fill_is_written_in_the_type_of_its_readers(dtype: str) -> None:
+    """A cast behind it read and wrote a tensor of one number; where fp32 reads it too, there are two fills."""
+    model = onnx.parser.parse_model(FILL)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.eye(8, dtype=np.float32), "w"))
+    del model.graph.value_info[:]
+    done = amp.convert(model, dtype=dtype)
+    fills = [(op.precision, op.reason) for op in done.operators if op.type == "ConstantOfShape"]
+    assert fills == [(dtype, f"{'fp16' if dtype == 'float16' else 'bf16'}: a constant")]
+    assert sum(op.type == "Cast" for op in done.operators) == 2
+    onnx.checker.check_model(done.to_onnx(), full_check=True)
+    assert amp.convert(done.to_onnx(), dtype=dtype).to_onnx() == done.to_onnx()
+    model.graph.output.add(name="f").type.CopyFrom(model.graph.output[0].type)
+    both = amp.convert(model, dtype=dtype)
+    assert {op.precision for op in both.operators if op.type == "ConstantOfShape"} == {"float32", dtype}
+    assert sum(op.type == "Cast" for op in both.operators) == 2

@@ -148,7 +148,7 @@ def test_dropout_keeps_its_ratio() -> None:
     assert p.var("ratio").dtype == "float32" and p.var("y.fp16").dtype == "float16"
 
 
-def test_types_that_an_attribute_sets_stay_and_are_cast_at_the_reader() -> None:
+def test_types_that_an_attribute_sets_stay_and_are_cast_at_the_reader_but_for_fills() -> None:
     p = program("""main (float[2,2] x, int64[2] shape) => (float[2,2] y)
     {
       r = RandomNormalLike(x)
@@ -159,11 +159,10 @@ def test_types_that_an_attribute_sets_stay_and_are_cast_at_the_reader() -> None:
     cast_model_to_fp16(p, use_fp16_guard=False)
     found = reasons(p)
     assert found["r"] == "untouched: an attribute sets its element type"
-    assert found["c"] == "untouched: no input sets its element type"
+    assert found["c.cast_fp16"] == "fp16: a constant"
     assert {op.outputs[0].name for op in p.operators if op.type == "Cast"} == {
         "x.cast_fp16",
         "r.cast_fp16",
-        "c.cast_fp16",
         "y",
     }
 

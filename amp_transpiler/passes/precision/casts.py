@@ -18,7 +18,7 @@ import onnx
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import FORWARD, Operator, Variable, origin
 from amp_transpiler.ir.reasons import Kind, Reason
-from amp_transpiler.ir.types import FLOATS, HALF, ONNX_TYPES, SHORT
+from amp_transpiler.ir.types import FLOATS, HALF, ONNX_TYPES, SHORT, numpy_dtype
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.precision.rules import Decision, constant_reason
 from amp_transpiler.passes.view import constants
@@ -260,7 +260,8 @@ class _Inserter:
             return variable.program.add_variable(name, dtype, variable.shape, data=array)
         new = variable.program.add_variable(name, dtype, variable.shape)
         new.stop_gradient = variable.stop_gradient
-        add_cast(variable, new)
+        if not _fill_instead(variable, new):
+            add_cast(variable, new)
         return new
 
     def cast_output(self, op: Operator, slot: int, variable: Variable, made: str) -> None:
@@ -311,7 +312,7 @@ class _Inserter:
             if variable.outer is not None:
                 self._drop_stand_in(variable, variable.outer)
             elif _bypassed(variable):
-                self._drop_cast(variable)
+                self._drop_maker(variable)
 
     def _drop_stand_in(self, variable: Variable, outer: Variable) -> None:
         program = variable.program
@@ -322,18 +323,31 @@ class _Inserter:
             parent.remove_capture(outer)
             self.left[outer] = None
 
-    def _drop_cast(self, variable: Variable) -> None:
-        cast = variable.producer
-        assert cast is not None
-        self.left.update((v, None) for v in cast.inputs if v is not None)
-        variable.program.remove_operator(cast)
+    def _drop_maker(self, variable: Variable) -> None:
+        maker = variable.producer
+        assert maker is not None
+        self.left.update((v, None) for v in maker.inputs if v is not None)
+        variable.program.remove_operator(maker)
         variable.program.remove_variable(variable)
 
 
 def _bypassed(variable: Variable) -> bool:
-    """Whether it is a widening cast that nothing reads, in a program that names its outputs: it cannot be fetched."""
+    """Whether it is a widening cast or a fill that nothing reads, in a program that names its outputs: it cannot be
+    fetched."""
     producer = variable.producer
-    return bool(variable.program.outputs) and producer is not None and producer.full_type == "Cast"
+    return bool(variable.program.outputs) and producer is not None and producer.full_type in ("Cast", "ConstantOfShape")
+
+
+def _fill_instead(source: Variable, target: Variable) -> bool:
+    """Write another fill of what one writes, in the type of ``target``; whether ``source`` is one."""
+    producer, element = source.producer, constants.fill(source.producer)
+    sig = None if producer is None else signature_of(producer)
+    if producer is None or element is None or sig is None or target.dtype not in sig.admits[sig.outputs[0]]:
+        return False
+    value = onnx.numpy_helper.from_array(element.astype(numpy_dtype(str(target.dtype))))
+    fill = source.program.add_operator(producer.type, producer.inputs, [target], attrs={"value": value}, like=producer)
+    fill.precision, fill.why = target.dtype, constant_reason(str(target.dtype))
+    return True
 
 
 def add_cast(source: Variable, target: Variable) -> None:

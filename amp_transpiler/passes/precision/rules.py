@@ -139,7 +139,7 @@ class Rules:
             return self.as_it_is(op, Reason(Kind.NO_FLOAT))
         if any(v is not None and v.dtype is None for v in (*op.inputs, *op.outputs)):
             return self.as_it_is(op, Reason(Kind.NO_TENSOR))
-        if name == "Constant":
+        if name in ("Constant", "ConstantOfShape"):
             decision = self.as_it_is(op, Reason(Kind.CONSTANT))
             decision.why = constant_reason(decision.precision)
             return decision
