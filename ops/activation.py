@@ -16,7 +16,6 @@ from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.common import Grads, comparable, multiple, scaled_by, size_of, summed, times
 from amp_transpiler.ops.gpu_kernels import (
     added_multiple,
-    along_rows,
     mixed_rows,
     plus_rows,
     rounded_once,
@@ -158,12 +157,10 @@ def gelu(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
 
 
 def _gelu_slope(e: Emitter, x: Value) -> Value:
-    """Φ(x) + x φ(x) = 1/2 + erf(t) / 2 + t exp(-t²) / √π with t = x / √2."""
+    """Φ(x) + x φ(x), with Φ(x) = (1 + erf(t)) / 2, in one pass, and x φ(x) = t exp(-ln(π) / 2 - t²); t = x / √2."""
     t = e.Mul(x, e.like(math.sqrt(0.5), x))
-    square, line = e.Mul(t, t), (1, math.prod(size_of(x)))
-    parts = [e.reshape(v, line) for v in (e.Erf(t), e.Mul(t, e.Exp(e.Neg(square))))]
-    half, share = (e.const([[number]], x.dtype) for number in (0.5, 1 / math.sqrt(math.pi)))
-    return e.Add(e.reshape(along_rows(e, half, parts[0], share, parts[1]), size_of(x)), e.like(0.5, x))
+    bell = e.Exp(e.Sub(e.like(-0.5 * math.log(math.pi), x), e.Mul(t, t)))
+    return e.Add(e.HardSigmoid(e.Erf(t), alpha=0.5, beta=0.5), e.Mul(t, bell))
 
 
 def _gelu_gradient(e: Emitter, x: Value, dy: Value) -> Value:

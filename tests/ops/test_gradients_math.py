@@ -6,15 +6,18 @@ import math
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special
 
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ops.gpu_kernels import plus_rows
 from tests.helpers.forwardcheck import check_forward
 from tests.helpers.gradcheck import Case, Gradient, check_gradient, few, gradient_model, gradient_values, seeds
 from tests.helpers.node_by_node import node_by_node
-from tests.helpers.rules import typed_feeds
+from tests.helpers.rules import as_model, run_cpu, tensor_info, typed_feeds
 
 pytestmark = pytest.mark.rules
 
@@ -225,6 +228,34 @@ def test_gelu_on_cuda_in_fp32(approximate: str) -> None:
         inner = 2 * math.sqrt(2 / math.pi) * (x + 3 * 0.044715 * x**3)
         wanted = dy * (share + share * (1 - share) * inner)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=3e-6 * np.abs(dy).max())
+
+
+def test_gelu_on_cpu_far_below_zero() -> None:
+    """There Φ(x) is next to nothing beside 1, and x φ(x) is all of the slope: added to 1/2 - 1/2 it would be lost."""
+    x = np.linspace(-9, -6, 61, dtype=np.float32)
+    model = gradient_model("Gelu", [x], "float32", "cpu")
+    found = run_cpu(model, typed_feeds(model, {"x0": x, "dy0": np.ones_like(x)}))[0]
+    wide = x.astype(np.float64)
+    np.testing.assert_allclose(
+        found, special.ndtr(wide) + wide * np.exp(-wide * wide / 2) / math.sqrt(2 * math.pi), 0.03
+    )
+
+
+@pytest.mark.parametrize(
+    "shape, kinds",
+    [((2, 3, 5), ["GatedAdd"]), ((4, 2), ["GatedAdd"]), ((6, 1), ["Mul", "Add"]), ((3, 0), ["Mul", "Add"])],
+)
+def test_a_multiple_of_rows_is_added_in_one_kernel_on_cpu(shape: Shape, kinds: list[str]) -> None:
+    """It has the bits of a product and a sum, and takes no empty rows."""
+    e, rng = Emitter("cpu"), np.random.default_rng(0)
+    x, b, y = (rng.normal(size=size).astype(np.float32) for size in (shape, (*shape[:-1], 1), shape))
+    given = [Value(name, "float32", array.shape) for name, array in zip("xby", (x, b, y), strict=True)]
+    e.reserve("xby")
+    total = plus_rows(e, *given)
+    assert [node.op_type for node in e.nodes] == kinds
+    infos = [tensor_info(v.name, v.dtype, v.shape or ()) for v in (*given, total)]
+    model = as_model(onnx.helper.make_graph(e.nodes, "rows", infos[:3], infos[3:], list(e.initializers.values())))
+    np.testing.assert_array_equal(run_cpu(model, {"x": x, "b": b, "y": y})[0], x + y * b)
 
 
 @pytest.mark.parametrize("alpha", [1.0, 1.702, 0.5])

@@ -2,7 +2,7 @@
 
 The gradient of a layer's input reads the layer's weight, and the update of that weight does not depend on it: so the
 weight would need a second buffer (see :mod:`.in_place`). Where no verdict on the gradients stands between the two, as
-in fp32, the update is made to depend on such readers by one element of what they compute, which changes nothing in it.
+in fp32, the update is made to depend on such readers by how many elements they compute, which changes nothing in it.
 """
 
 from __future__ import annotations
@@ -85,10 +85,8 @@ def _after(e: Emitter, made: Made, factor: str, names: Sequence[str]) -> str:
         return e.Expand(single, Value(maker.input[1], "int64")).name
     value = Value(factor, "float32")
     for name in names:
-        flat = e.Reshape(Value(name, "float32"), e.ints(-1))
-        first = e.Slice(flat, e.ints(0), e.ints(1), shape=(1,))
-        one = e.op("ReduceSum", first, keepdims=0, shape=())  # a number where data decide that there is none, too
-        value = e.Where(e.Less(one, one), value, value)  # never less: it is the second, bit for bit
+        size = e.op("Size", Value(name, "float32"), dtype="int64", shape=())  # which waits for it, and reads none of it
+        value = e.Where(e.cast(size, "bool"), value, value)  # either is the same, bit for bit
     return value.name
 
 
