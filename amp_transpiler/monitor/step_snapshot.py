@@ -29,7 +29,8 @@ _META, _PROGRAM, _FEED, _STATE = "meta", "program", "feed/", "state/"
 def step_state(program: Program, scope: Scope | None = None) -> dict[str, np.ndarray]:
     """Copies of what a bad step of ``program`` changes: the loss scale with its counters, and the randomness counter.
 
-    Give it to :func:`find_culprit` as ``before``. Variables without a value in ``scope`` are left out.
+    Inside of a window of accumulation those are the sums of gradients too. Give it to :func:`find_culprit` as
+    ``before``. Variables without a value in ``scope`` are left out.
     """
     scope = check_scope(scope)
     with scope.reading():
@@ -49,7 +50,7 @@ def changed_names(program: Program) -> list[str]:
     """The names of the variables that a bad step changes."""
     step = training_step(program)
     found = [state for scaling in step.scale_updates for state, _ in scaling.states]
-    return list(dict.fromkeys(v.name for v in (*found, step.rng_step) if v is not None and v.persistable))
+    return list(dict.fromkeys(v.name for v in (*found, step.rng_step, *step.sums) if v is not None and v.persistable))
 
 
 def save_step(

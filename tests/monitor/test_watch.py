@@ -58,6 +58,13 @@ def test_a_window_of_micro_batches_is_watched() -> None:
         exe.run(main, {"x": np.full((4, 3), value, np.float32)}, [], scope)
     assert [culprit.operator for culprit in named] == ["Cast -> x.cast_fp16"] * 2 and exe.bad_steps == 2
 
+    plain, feed = amp.Executor(), {"x": np.full((4, 3), 1e6, np.float32)}
+    plain.run(main, {"x": np.ones((4, 3), np.float32)}, [], scope)
+    before = amp.step_state(main, scope)  # by hand
+    plain.run(main, feed, [], scope)
+    culprit = amp.find_culprit(main, feed, scope, before=before)
+    assert culprit is not None and culprit.operator == "Cast -> x.cast_fp16"
+
 
 def test_ranks_without_a_culprit_point_to_the_others() -> None:
     def run() -> str:

@@ -295,3 +295,14 @@ def test_a_recurrent_layer_computes_both_times_alike(layer: Callable[..., Sequen
         return found | {name: scope.find_var(name) for name in scope.var_names()}
 
     assert_equal_bits(trained(ask=True), trained(ask=False))
+
+
+def test_a_recomputed_clip_is_not_one_of_gradients() -> None:
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        x = amp.data("x", [4, 3], "float32")
+        h = F.tanh(F.tanh(F.clip(amp.nn.fc(x, 4), -0.5, 0.5)) * 2.0)
+        amp.recompute(main, [h])
+        amp.decorate(amp.optimizer.SGD(0.1), init_loss_scaling=8.0).minimize(F.mean(F.square(h)))
+    assert any(op.type == "Clip" and op.reason.startswith("recomputed") for op in main.operators)
+    amp.check_step(main)

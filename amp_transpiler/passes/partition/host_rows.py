@@ -78,7 +78,7 @@ def _host_table(program: Graph, table: Variable) -> HostTable:
     return HostTable(table.name, shape[0], tuple(states), updated, ids)
 
 
-def _others(state: Variable | None, table: Variable) -> list[tuple[Operator, int]]:
+def _others(state: Variable | None, table: Variable) -> list[tuple[Operator, int | str]]:
     """What reads a state, or its new value, but for lookups of rows of the table."""
     readers = () if state is None else state.readers
     return [(op, slot) for op, slot in readers if state is not table or not is_row_lookup(op, slot)]

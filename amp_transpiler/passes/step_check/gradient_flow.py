@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.nodes import OWN, Operator, Variable
 from amp_transpiler.ir.types import FLOATS
+from amp_transpiler.ops.training.recompute_barrier import TOKEN
 from amp_transpiler.passes.view.training_step import TrainingStep
 
 #: Bits of a mask; the bits above say whose gradient it is.
@@ -55,6 +56,8 @@ class GradientFlow:
 
     def _operator(self, op: Operator) -> None:
         inputs = [v for v in op.inputs if v is not None]
+        if op.type == TOKEN and op.domain == OWN:
+            return  # it waits for a gradient, and nothing of that is in what it makes
         self._scale(op, inputs)
         if op.key in self._checks:
             for raw, new in self._checks[op.key].gradients:
