@@ -275,7 +275,7 @@ def _counts(square: Variable) -> bool:
 
 def _factors(product: float) -> tuple[float, float]:
     """Two numbers of float16 that have this product, about as large: the root would be rounded, and counts twice."""
-    near = np.float16(math.sqrt(product) * (1 + np.arange(-64, 65) / 1024))
-    other = np.float16(product / near.astype(np.float64))
-    best = int(np.argmin(np.abs(near.astype(np.float64) * other - product)))
+    near = (math.sqrt(product) * (1 + np.arange(-64, 65) / 1024)).astype(np.float16).astype(np.float64)
+    other = (product / near).astype(np.float16).astype(np.float64)
+    best = int(np.argmin(np.abs(near * other - product)))
     return float(near[best]), float(other[best])
