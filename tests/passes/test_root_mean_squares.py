@@ -101,6 +101,31 @@ def test_mean_squares_without_a_root() -> None:
     np.testing.assert_allclose(got, 0.5 * (x.astype(np.float64) ** 2).mean(1), rtol=3e-3)
 
 
+@pytest.mark.parametrize(("body", "share"), [("Mul(m, n)  y = Div(k, less)", 40 / 39), ("Mul(n, m)  y = Neg(k)", -40)])
+def test_numbers_that_multiply_a_mean_square_are_one(body: str, share: float) -> None:
+    """Times 40 a mean of 100² leaves float16, of which torch's variance is a 39th."""
+    text = f"""<ir_version: 8, opset_import: ["" : 13]> g (float[3, 40] x) => (float[3] y) <float n = {{40}}, float less = {{39}}> {{
+        s = Mul(x, x)  m = ReduceMean<axes = [1], keepdims = 0>(s)  k = {body}
+    }}"""
+    program = amp.convert(onnx.parser.parse_model(text))
+    assert sum(op.type == "Cast" for op in program.walk()) == 2
+    size = 100 if share > 0 else 10
+    x = (np.random.default_rng(0).standard_normal((3, 40)) * size).astype(np.float16).astype(np.float32)
+    (got,) = faithful(program, {"x": x})
+    np.testing.assert_allclose(got, share * (x.astype(np.float64) ** 2).mean(1), rtol=3e-3)
+
+
+def test_a_mean_square_that_something_is_divided_by_stays() -> None:
+    """Twice a variance of 300² is beyond float16; a quotient by it is not."""
+    text = """<ir_version: 8, opset_import: ["" : 13]> g (float[3, 40] x, float[3, 1] z) => (float[3, 1] y) <float two = {2}> {
+        s = Mul(x, x)  m = ReduceMean<axes = [1]>(s)  d = Mul(two, m)  y = Div(z, d)
+    }"""
+    x = (np.random.default_rng(0).standard_normal((3, 40)) * [[1], [100], [300]]).astype(np.float16).astype(np.float32)
+    z = np.array([[1], [100], [30000]], np.float32)
+    (got,) = faithful(amp.convert(onnx.parser.parse_model(text)), {"x": x, "z": z})
+    np.testing.assert_allclose(got, z / (2 * (x.astype(np.float64) ** 2).mean(1, keepdims=True)), rtol=3e-3)
+
+
 def test_mean_squares_have_no_rounded_factor() -> None:
     """The root of 1 / 40 is 1.5e-4 off in float16, and counts twice in a square."""
     text = """<ir_version: 8, opset_import: ["" : 13]> g (float[300, 40] x) => (float[300] y) <float[1] c = {0.5}> {

@@ -20,6 +20,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.metadata import NORM
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.opdef import moves
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.passes.canonicalize.matching import number, only_reader, reduced_axes, remove, squaring
 from amp_transpiler.passes.canonicalize.opset import add_operator
@@ -132,13 +133,29 @@ class _Found:
 
     def rewrite_mean(self) -> bool:
         """Write the mean square as the square of a norm, unless its small values count in what follows."""
-        if any(isinstance(slot, str) or op.type in _DELICATE for op, slot in self.made.readers):
+        if _counts(self.made):
             return False
-        norm = self._norm(self.x, self.axes, self.made.shape)
-        shares = [self._scaled(norm, share) for share in _factors(1 / self.count)]
-        remove(self.mean, {self.x})
-        self._add("Mul", shares, self.made, self.mean.name)
+        last, factor = self._multiplied()
+        norm, made, name = self._norm(self.x, self.axes, self.made.shape), last.outputs[0], last.name
+        shares = [self._scaled(norm, share) for share in _factors(factor / self.count)]
+        remove(last, {self.x})
+        self._add("Mul", shares, made, name)
         return True
+
+    def _multiplied(self) -> tuple[Operator, float]:
+        """The last of the operators that alone multiply the mean with positive numbers, and their product: torch's
+        variance is a mean times 4096 over 4095, and times 4096 it leaves float16."""
+        last, factor = self.mean, 1.0
+        while True:
+            before = last.outputs[0]
+            op = only_reader(before)
+            if op is None or op.domain or op.type not in ("Mul", "Div") or self._held(op) or before is None:
+                return last, factor
+            by = number(op.input(1) if op.input(0) is before else op.input(0) if op.type == "Mul" else None)
+            made = op.output(0)
+            if by is None or not by > 0 or made is None or made.shape != before.shape:
+                return last, factor
+            last, factor = op, factor * by if op.type == "Mul" else factor / by
 
     def _root(self) -> _Root | None:
         """The root of the mean, times a number (a variance by one less), with its dimensions put back, and epsilon."""
@@ -240,9 +257,24 @@ class _Found:
         return out
 
 
+def _counts(square: Variable) -> bool:
+    """Whether the digits of a small mean square count in what follows, multiplied or moved about or not."""
+    pending, seen = [square], {square}
+    while pending:
+        for op, slot in pending.pop().readers:
+            by_number = op.type == "Div" and slot == 0 and number(op.input(1)) is not None
+            if isinstance(slot, str) or (op.type in _DELICATE and not by_number):
+                return True
+            if by_number or op.type in ("Mul", "Neg") or moves(op, slot):
+                new = [v for v in op.outputs if v is not None and v not in seen]
+                pending += new
+                seen.update(new)
+    return False
+
+
 def _factors(product: float) -> tuple[float, float]:
     """Two numbers of float16 that have this product, about as large: the root would be rounded, and counts twice."""
-    near = np.float16(math.sqrt(product) * (1 + np.arange(-64, 65) / 1024))
-    other = np.float16(product / near.astype(np.float64))
-    best = int(np.argmin(np.abs(near.astype(np.float64) * other - product)))
+    near = (math.sqrt(product) * (1 + np.arange(-64, 65) / 1024)).astype(np.float16).astype(np.float64)
+    other = (product / near).astype(np.float16).astype(np.float64)
+    best = int(np.argmin(np.abs(near * other - product)))
     return float(near[best]), float(other[best])

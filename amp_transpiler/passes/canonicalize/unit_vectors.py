@@ -134,9 +134,11 @@ def _write(last: Operator, found: _Length) -> None:
         program.add_operator("Max", [length, held], [bounded], like=last)
         length = bounded
     name, quotient = last.name, out
-    gain = found.gain
-    if not isinstance(gain, Variable):
-        gain = program.add_constant(f"{x.name}.gain", np.array(gain, np.float32)) if gain != 1 else None
+    gain: Variable | None = None
+    if isinstance(found.gain, Variable):
+        gain = found.gain
+    elif found.gain != 1:
+        gain = program.add_constant(f"{x.name}.gain", np.array(found.gain, np.float32))
     remove(last, {v for v in (x, length, gain) if v is not None})
     if gain is not None:
         quotient = program.fresh_variable(f"{x.name}.unit", x.dtype, x.shape)
