@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.types import FLOATS
+from amp_transpiler.ir.types import FLOATS, HALF
 from amp_transpiler.ops.common import scaled_by, size_of
 from amp_transpiler.ops.einsum import labels_of, sizes_of, unrepeated
 from amp_transpiler.ops.elementwise import limited
@@ -272,9 +272,9 @@ def _round(e: Emitter, attrs: Mapping[str, Any], x: Value) -> Value:
 def _resize(
     e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
 ) -> Sequence[Value] | None:
-    """In fp32, as on CPU; integers have no form."""
+    """In fp32, as on CPU; integers have no form, and what is fp32 already has no other."""
     x, *settings = inputs
-    if x is None or x.dtype not in FLOATS:
+    if x is None or x.dtype not in HALF:
         return None
     return [e.cast(e.Resize(e.f32(x), *settings, **attrs), x.dtype)]
 

@@ -89,7 +89,7 @@ def _models(
         needed = {v.name for v in of.inputs}
         sizes = {feed: shape for feed, shape in shapes[name].items() if feed in needed}
         targets = [of.var(fetch) for fetch in fetches]
-        lowered = lower(of, place.kind, sizes, targets, updates, declared=True, arithmetic=arithmetic_of(place))
+        lowered = lower(of, place.kind, sizes, targets, updates=updates, declared=True, arithmetic=arithmetic_of(place))
         if has_exchanges(lowered.model):
             raise ArgumentError(
                 f"{CALL}: program '{of.name}' exchanges tensors between ranks, which takes several sessions "

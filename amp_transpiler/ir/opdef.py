@@ -177,10 +177,10 @@ def lowering_rule_of(op: Operator, at: PlaceTraits | None = None) -> Rule | None
     return found.lowering if lacks or found.when is None or found.when(op) else None
 
 
-def has_lowering_rule(op: Operator) -> bool:
-    """Whether a lowering rule is written for the operator, or for one in its nested graphs."""
+def has_lowering_rule(op: Operator, at: PlaceTraits | None = None) -> bool:
+    """Whether lowering uses a rule for the operator, on a place where one is given, or for one in its nested graphs."""
     inside = (inner for nested in op.attrs.programs for inner in nested.walk())
-    return any(map(lowering_rule_of, (op, *inside)))
+    return any(lowering_rule_of(each, at) for each in (op, *inside))
 
 
 def own(type_: str) -> str:

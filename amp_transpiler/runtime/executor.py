@@ -14,13 +14,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from amp_transpiler.errors import (
-    ArgumentError,
-    ExecutionError,
-    GraphError,
-    OrderError,
-    PlaceError,
-)
+from amp_transpiler.errors import ArgumentError, ExecutionError, GraphError, OrderError, PlaceError
 from amp_transpiler.ir.gc_pause import collector_paused
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.lists import place_traits
@@ -319,9 +313,19 @@ class Executor:
         tensors_fed = {n: s for n, s in shapes.items() if plan.shaped and program.var(n).dtype is not None}
         fetches = [program.var(name) for name in plan.outputs]
         (updates, others), sent = run_updates(program, plan.spread), Sent(program, plan.spread)
-        at, cores = self.place, cores_of(self.place, self.settings.threads)
-        computes = arithmetic_of(at)
-        lowered = lower(program, at.kind, tensors_fed, fetches, updates, (), others, True, computes, cores, largest)
+        at = self.place
+        lowered = lower(
+            program,
+            at.kind,
+            tensors_fed,
+            fetches,
+            updates=updates,
+            others=others,
+            declared=True,
+            arithmetic=arithmetic_of(at),
+            cores=cores_of(at, self.settings.threads),
+            largest=largest,
+        )
         in_place = bool(lowered.updates) and not plan.initialises and place_traits(self.place.kind).in_place
         settings = startup_settings(self.settings, program, self.place) if plan.initialises else self.settings
         settings = replace(settings, tf32=settings.tf32 or lowered.tensor_cores)

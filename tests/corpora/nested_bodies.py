@@ -34,6 +34,13 @@ TEXTS: dict[str, tuple[str, dict[str, np.ndarray], str]] = {
         {"x": X},
         "ReduceLogSumExp",
     ),
+    "a recurrent layer of a branch": (
+        """(float[2,1,4] x, bool c, float[1,4,4] w, float[1,4,1] r) => (float[2,1,1,1] y) {
+          y = If (c) <then_branch = yes () => (float[2,1,1,1] a) { a = LSTM <hidden_size = 1> (x, w, r) },
+                      else_branch = no () => (float[2,1,1,1] a) { b = LSTM <hidden_size = 1> (x, w, r)  a = Neg(b) }> }""",
+        {"x": X[:, None], "w": np.resize(X, (1, 4, 4)), "r": X[:1, :, None]},
+        "LSTM",
+    ),
     "integers of branches": (
         """(float[2,4] x, bool c, int64[2] k) => (int64[2] y, float[2,4] z) {
           y, z = If (c) <

@@ -118,7 +118,7 @@ def test_operators_of_a_branch_are_not_taken_for_the_sum_around_it(place: str) -
 
 def softmaxes(body: str, dtype: str, shape: list[int], bias: list[int]) -> Lowered:
     """What CUDA runs of x and b."""
-    text = f"g ({dtype}{shape} x, {dtype}{bias} b) => ({dtype}{shape} y) {{ {body} }}"
+    text = f"g ({dtype}{shape} x, {dtype}{bias or ''} b) => ({dtype}{shape} y) {{ {body} }}"
     source = amp.Program.from_onnx(onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]> {text}'))
     return lower(source, "cuda", {}, [source.var("y")])
 
@@ -178,6 +178,11 @@ def test_a_softmax_of_long_rows_has_no_bias() -> None:
     for width, kinds in ((1024, ["BiasSoftmax"]), (1025, ["Add", "Softmax"])):
         lowered = softmaxes("s = Add(x, b)  y = Softmax(s)", "float", [4, width], [width])
         assert [node.op_type for node in lowered.model.graph.node] == kinds
+
+
+def test_a_bias_that_is_one_number_is_added_by_itself() -> None:
+    lowered = softmaxes("s = Add(x, b)  y = Softmax(s)", "float", [3, 4], [])
+    assert [node.op_type for node in lowered.model.graph.node] == ["Add", "Softmax"]
 
 
 @pytest.mark.parametrize(("shape", "kinds"), [([2, 3, 4], ["Add", "Softmax"]), ([3, 4], ["BiasSoftmax"])])

@@ -176,9 +176,8 @@ def test_nested_graphs_fit_too(name: str) -> None:
         steps = [each.input[4:] for each in every_node(lowered.model.graph.node) if each.op_type == type_]
         assert not any(steps) if type_ == "Slice" else not steps
         held = {port.tensor: port.dtype for port in lowered.feeds}
-        found = session(lowered.model).run(
-            [port.tensor for port in lowered.fetches], {n: a.astype(held[n]) for n, a in feed.items()}
-        )
+        fed = {n: a.astype(held[n]) for n, a in feed.items()} | {n: np.zeros((), np.float32) for n in lowered.scalars}
+        found = session(lowered.model).run([port.tensor for port in lowered.fetches], fed)
         for got, want in zip(found, wanted, strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-6)
 
@@ -288,6 +287,17 @@ def test_recurrent_operators_are_composed_where_there_is_no_kernel(type_: str) -
     values = {port.tensor: weights[1] for port in lowered.states} | {"x": x}
     values |= {name: np.zeros((), np.float32) for name in lowered.scalars}
     assert np.allclose(session(lowered.model).run(None, values)[0], wanted[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["float", "float16"])
+def test_sizes_that_are_fed_resize(kind: str) -> None:
+    text = f'g ({kind}[1,1,2,2] x, int64[4] k) => ({kind}[1,1,a,b] y) {{ y = Resize <mode = "linear"> (x, , , k) }}'
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]> {text}')
+    lowered = lower(amp.Program.from_onnx(model), "webgpu")
+    x = np.arange(4).reshape(1, 1, 2, 2).astype("float32" if kind == "float" else kind)
+    found = session(lowered.model).run(None, {"x": x, "k": np.array([1, 1, 4, 4], np.int32)})[0]
+    ends = np.array([0, 0.25, 0.75, 1])  # half pixels: (i + 0.5) / 2 - 0.5, within 0 to 1
+    np.testing.assert_array_equal(found[0, 0], 2 * ends[:, None] + ends)
 
 
 @pytest.mark.parametrize("bias", [False, True])

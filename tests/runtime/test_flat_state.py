@@ -360,8 +360,8 @@ def test_a_file_has_the_chunks_of_no_machine(monkeypatch: pytest.MonkeyPatch) ->
     for cache, chunks in ((0, {400, 340}), (1000, {20, 17})):
         made: list[set[int]] = []
 
-        def lowered(*args: Any, made: list[set[int]] = made) -> Any:
-            found = lowering.lower(*args)
+        def lowered(*args: Any, made: list[set[int]] = made, **wanted: Any) -> Any:
+            found = lowering.lower(*args, **wanted)
             made.append(chunks_in(found.model.graph))
             return found
 

@@ -136,7 +136,7 @@ def _spread(shape: tuple[int, ...], bias: tuple[int, ...] | None) -> str | None:
 
     "inner": the same for all rows of what its first axes count; "outer": its last axes are theirs; None: it does not.
     """
-    if bias is None or len(bias) > len(shape) or not 0 < shape[-1] <= _LONGEST or bias[-1] != shape[-1]:
+    if not bias or len(bias) > len(shape) or not 0 < shape[-1] <= _LONGEST or bias[-1] != shape[-1]:
         return None
     rows, (*lead, _) = shape[:-1], (1,) * (len(shape) - len(bias)) + bias
     same = [have == of for have, of in zip(lead, rows, strict=True)]

@@ -92,7 +92,7 @@ class _Emission(EmulatedStorage):
         targets = [*self.fetches, *self.updates.values()]
         self.order = needed(program, [*targets, *map(program.var, wanted.others)])
         self.left = left_to_others(self.order, targets) if wanted.others else frozenset()
-        ruled = any(map(has_lowering_rule, self.order)) or looks_up_dealt(self.order)
+        ruled = any(has_lowering_rule(op, self.e.at) for op in self.order) or looks_up_dealt(self.order)
         # A branch that these shapes never take may not even fit them: then the declared shapes stay.
         self.feed_shapes = {} if any(op.attrs.programs for op in self.order) and not ruled else feed_shapes
         self.e.kernels = kernels_of(wanted.arithmetic or Arithmetic(place))
@@ -308,7 +308,7 @@ class _Emission(EmulatedStorage):
     def _graph(self, nested: Graph) -> onnx.GraphProto:
         e, env, shapes = self.e, self.env, self.shapes
         if shapes is not None:  # a branch whose operators all stand for themselves may not fit what it is not taken for
-            ruled = any(map(has_lowering_rule, nested.operators))
+            ruled = any(has_lowering_rule(op, self.e.at) for op in nested.operators)
             self.shapes = Shapes(nested, around=shapes) if ruled else shapes.within(nested) if self.replays else None
         self.named |= {v: e.own(v.name) for v in nested.variables if v.outer is None}
         graph, inner = onnx.GraphProto(name=nested.name or "body"), dict[int, Value]()

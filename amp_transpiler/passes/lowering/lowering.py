@@ -134,6 +134,7 @@ def lower(
     place: str,
     feed_shapes: dict[str, tuple[int, ...]] | None = None,
     fetches: Sequence[Variable] = (),
+    *,
     updates: bool | Mapping[Variable, Variable] = True,
     keep_fp32: Container[str] = frozenset(),
     others: Sequence[Variable] = (),

@@ -142,7 +142,15 @@ def lower_sized(
     rank = fullest(program) if rank is None else rank
     updates, others = own_updates(program, lambda owner: owner in (None, rank))
     lowered = lower(
-        program, place.kind, shapes, fetches, updates, (), others, True, arithmetic_of(place), cores_of(place, None)
+        program,
+        place.kind,
+        shapes,
+        fetches,
+        updates=updates,
+        others=others,
+        declared=True,
+        arithmetic=arithmetic_of(place),
+        cores=cores_of(place, None),
     )
     lowered = lowered.sized or lowered
     _complete(program, lowered, shapes)
