@@ -9,17 +9,20 @@ import numpy as np
 import onnx
 
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.types import numpy_dtype
 
 _INTEGERS = (onnx.TensorProto.INT32, onnx.TensorProto.INT64)
+#: Operators of which :func:`shape_value` knows what they make.
+SHAPED = frozenset({"Shape", "Size", "Gather", "Slice"})
 
 
 def shape_value(op: Operator, known: Callable[[Variable], np.ndarray | None]) -> np.ndarray | None:
     """What an operator makes of a shape that is declared as far as it asks."""
     read = op.input(0)
-    if read is None or op.type not in ("Shape", "Size", "Gather", "Slice"):
+    if read is None or op.type not in SHAPED:
         return None
-    sizes = _sizes(read if op.type in ("Shape", "Size") else shape_of(read))
+    sizes = _sizes(read if traits_of(op).shape_only else shape_of(read))
     if sizes is None:
         return None
     if op.type == "Size":

@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from amp_transpiler.conversion.conversion_options import OPTIONS
-from amp_transpiler.conversion.declared_shapes import shape_of, shape_value
+from amp_transpiler.conversion.declared_shapes import SHAPED, shape_of, shape_value
 from amp_transpiler.conversion.file_room import Room, connected
 from amp_transpiler.conversion.one_session import ran, range_of
 from amp_transpiler.conversion.open_reshapes import infer_open_sizes
@@ -119,9 +119,6 @@ def _eligible(op: Operator) -> bool:
     return op.type not in _NEVER and not traits_of(op).random
 
 
-_SHAPED = frozenset({"Shape", "Size", "Gather", "Slice"})
-
-
 class _Known:
     """The types of what can be computed, and the content of what is known and small."""
 
@@ -184,7 +181,7 @@ class _Folding:
 
     def _asks(self, op: Operator) -> bool:
         """Whether the operator may be known from the start: it reads constants alone, or a shape."""
-        if op.type in _SHAPED and (op.type in ("Shape", "Size") or shape_of(op.input(0)) is not None):
+        if op.type in SHAPED and (traits_of(op).shape_only or shape_of(op.input(0)) is not None):
             return True
         for variable in op.inputs:
             producer = None if variable is None else variable.producer

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from amp_transpiler.ir.infer import constant_array, static
+from amp_transpiler.ir.infer import given_axes, static
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.tensors import LOOKED_THROUGH, as_array
 
@@ -45,9 +45,9 @@ def _summed(variable: Variable) -> np.ndarray:
     """What a tensor with content holds, summed up where that is all that is done with it."""
     array, uses = as_array(variable.data), variable.readers
     for op, _ in uses if len(uses) == 1 else ():
-        given = op.attrs.get("axes") if op.input(1) is None else constant_array(op.inputs[1])  # type: ignore[arg-type]
-        if op.full_type == "ReduceSum" and given is not None:
-            summed: np.ndarray = array.sum(axis=tuple(int(axis) for axis in np.reshape(given, -1)))
+        axes = given_axes(op) if op.full_type == "ReduceSum" else None
+        if axes is not None:
+            summed: np.ndarray = array.sum(axis=tuple(axes))
             return summed
     return array
 

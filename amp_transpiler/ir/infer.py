@@ -98,6 +98,15 @@ def constant_array(variable: Variable) -> np.ndarray | None:
     return None if data is None or math.prod(tensor_type(data)[1]) > _SMALL else as_array(data)
 
 
+def given_axes(op: Operator) -> list[int] | None:
+    """The axes that its attribute or its second input names, as they stand there; None where it names none that are
+    known."""
+    given, read = op.attrs.get("axes"), op.input(1)
+    if given is None and read is not None:
+        given = constant_array(read)
+    return None if given is None else [int(axis) for axis in np.reshape(given, -1)]
+
+
 class Shapes:
     """Concrete types of every variable of a program for given feed shapes: ``shapes[variable]``.
 

@@ -6,12 +6,14 @@ from amp_transpiler.monitor.step_snapshot import save_step, step_state
 from amp_transpiler.monitor.underflow import GradientUnderflow, gradient_underflow
 from amp_transpiler.monitor.watching import Watch, watch
 from amp_transpiler.monitor.writers import CsvWriter, JsonlWriter, TensorBoardWriter
+from amp_transpiler.runtime.report import StepReport
 
 __all__ = [
     "CsvWriter",
     "Culprit",
     "GradientUnderflow",
     "JsonlWriter",
+    "StepReport",
     "StepReports",
     "TensorBoardWriter",
     "Watch",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx
 
 from amp_transpiler.ir.control import nested_graphs
+from amp_transpiler.ir.opdef import traits_of
 
 
 def size_nodes(graph: onnx.GraphProto) -> frozenset[str]:
@@ -18,7 +19,7 @@ def _collect(graph: onnx.GraphProto, known: set[str], sizes: set[str], found: se
     known |= {tensor.name for tensor in graph.initializer}
     for node in graph.node:
         read, bodies = [name for name in node.input if name], list(nested_graphs(node))
-        if node.op_type in ("Shape", "Size"):
+        if traits_of(node.op_type, node.domain).shape_only:
             sizes.update(node.output)
         elif all(name in known for name in read) and not bodies:
             known.update(node.output)

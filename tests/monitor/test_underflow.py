@@ -46,6 +46,22 @@ def test_the_margin_and_the_target() -> None:
     assert (found.largest, found.suggested, found.smallest, found.lost) == (2.0**15, 2.0**12, 1.0, 0.0)
 
 
+def test_values_before_a_step_that_is_over_are_given() -> None:
+    """The gradient of w is v, of which 2^-24 times a scale of 1/4 is lost; by now the scope has 3 for all of v."""
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard(), amp.fp16_guard():
+        v, w = (amp.create_parameter(s, "float32", name=n) for s, n in (([1, 4], "v"), ([4, 1], "w")))
+        loss = F.sum(v @ w)
+        opt = amp.decorate(amp.optimizer.SGD(0.1), init_loss_scaling=0.25)
+        opt.minimize(loss, startup)
+    step = ready(programs.Net(main, startup, loss, {}, opt, loss), "products")
+    step.scope.set_var("v", np.full((1, 4), 3, np.float32))
+    for before, lost, absmax in ((None, 0, 3), ({"v": np.array([[1, 1, 1, 2.0**-24]], np.float32)}, 0.25, 1)):
+        found = amp.gradient_underflow(main, {}, step.scope, before=before)
+        (row,) = (each for each in found.parameters if each.parameter == "w")
+        assert (row.lost, row.absmax) == (lost, absmax)
+
+
 def test_no_scale_beyond_what_is_enough_is_suggested() -> None:
     net = programs.build("mlp", "amp", dtype="bfloat16")
     step = ready(net, "mlp")

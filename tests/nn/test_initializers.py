@@ -138,6 +138,8 @@ def test_initial_values_do_not_depend_on_other_parameters() -> None:
         (I.KaimingUniform(), math.sqrt(2 / 100), True),
         (I.KaimingNormal(), math.sqrt(2 / 100), False),
         (I.Kaiming(uniform=False, slope=1.0), math.sqrt(1 / 100), False),
+        (I.KaimingUniform(slope=2.0), math.sqrt(2 / 5 / 100), True),
+        (I.KaimingNormal(slope=2.0, fan_in=50), math.sqrt(2 / 5 / 50), False),
     ],
 )
 def test_scaled_initializers(initializer: I.Initializer, deviation: float, uniform: bool) -> None:

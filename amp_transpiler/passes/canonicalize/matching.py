@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from amp_transpiler.ir.adjacency import successors
-from amp_transpiler.ir.infer import constant_array
+from amp_transpiler.ir.infer import given_axes
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.passes.view.constants import constant_content
@@ -86,24 +86,17 @@ def reduced_axes(op: Operator) -> list[int] | None:
         return None
     if op.type == "GlobalAveragePool":
         return list(range(2, len(read.shape)))
-    given = op.attrs.get("axes")
-    axes = None if op.input(1) is None else constant_array(op.inputs[1])  # type: ignore[arg-type]
-    if given is None and axes is None:
-        return None
-    rank = len(read.shape)
-    return sorted({int(axis) % rank for axis in (given if given is not None else axes.reshape(-1))})  # type: ignore[union-attr]
+    axes, rank = given_axes(op), len(read.shape)
+    return None if axes is None else sorted({axis % rank for axis in axes})
 
 
 def added_axes(op: Operator) -> list[int] | None:
     """The axes that an Unsqueeze puts in, counted from the first of what it makes; None where they are not known."""
-    read, given = op.inputs[0], op.attrs.get("axes")
-    if given is None:
-        data = None if op.input(1) is None else constant_array(op.inputs[1])  # type: ignore[arg-type]
-        given = None if data is None else data.reshape(-1)
-    if read is None or read.shape is None or given is None:
+    read, axes = op.inputs[0], given_axes(op)
+    if read is None or read.shape is None or axes is None:
         return None
-    rank = len(read.shape) + len(given)
-    return [int(axis) % rank for axis in given]
+    rank = len(read.shape) + len(axes)
+    return [axis % rank for axis in axes]
 
 
 def remove(last: Operator, needed: set[Variable]) -> None:

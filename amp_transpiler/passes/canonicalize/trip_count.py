@@ -15,9 +15,6 @@ from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
 
-#: What is not elementwise and makes one number of one number.
-_MOVERS = frozenset({"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
-
 
 def trip_count(op: Operator, known: Callable[[Variable], np.ndarray | None], most: int) -> int | None:
     """The turns of a Loop; None where that is not known before the run, or more than ``most``.
@@ -85,4 +82,4 @@ def _deciding(body: Graph) -> tuple[list[Operator], dict[Variable, Variable], li
 def _one_of_one(op: Operator) -> bool:
     """Whether it makes one number of single numbers, and the same each time."""
     traits = traits_of(op)
-    return len(op.outputs) == 1 and not traits.random and (traits.elementwise or op.type in _MOVERS)
+    return len(op.outputs) == 1 and not traits.random and (traits.elementwise or traits.view)

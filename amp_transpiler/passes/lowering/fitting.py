@@ -26,6 +26,7 @@ from amp_transpiler.ir.control import every_node, nested_graphs
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.node_protos import emitted_node
 from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.signature import Signature, signature
 from amp_transpiler.ir.tensors import renamed
 from amp_transpiler.ir.types import FLOATS, HALF, NAMES, ONNX_TYPES
@@ -39,8 +40,6 @@ from amp_transpiler.passes.view.kernel_faults import Call, fault_of
 _SPELLED = {"float32": "float", "float64": "double"}
 _WIDE, _NARROW = "int64", "int32"
 _LEAST, _MOST = -(2**31), 2**31 - 1
-#: What reads a tensor's sizes alone; onnxruntime computes on the host what is made of these.
-_SIZES = frozenset({"Shape", "Size"})
 #: What makes indices into an axis, with its number where none is given.
 _INDEXES = {"ArgMax": 0, "ArgMin": 0, "TopK": -1}
 
@@ -297,8 +296,8 @@ class _Fitting:
     ) -> Iterator[onnx.NodeProto]:
         """Casts that a node wants before it, whose 64-bit integers are to hold 32 bits."""
         given = {name for name in node.input if name and name not in self.e.initializers}
-        if node.op_type in _SIZES or (given and given <= self.sizes):
-            self.sizes.update(node.output)
+        if traits_of(node.op_type, node.domain).shape_only or (given and given <= self.sizes):
+            self.sizes.update(node.output)  # onnxruntime computes on the host what is made of sizes
             return
         shape = self._type(node.input[0])[1] if node.op_type in _INDEXES else None
         if shape:
