@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import ml_dtypes
 import numpy as np
 
+from amp_transpiler.ir.constant_data import constant_array
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import constant_array, one_element
+from amp_transpiler.ir.infer import one_element
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import gradient, own, traits
 from amp_transpiler.ir.tensors import as_array

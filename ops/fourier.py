@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from amp_transpiler.ir.constant_data import constant_array
 from amp_transpiler.ir.decompose import Parts, decomposition
-from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits
 from amp_transpiler.ir.reasons import Kind

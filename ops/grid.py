@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from amp_transpiler.ir.constant_data import constant_array
 from amp_transpiler.ir.decompose import Parts, decomposition
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import gradient, traits
 from amp_transpiler.ir.reasons import Kind

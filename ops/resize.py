@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import GradientError
+from amp_transpiler.ir.constant_data import constant_array
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.infer import constant_array, static
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.onnx_inference import computed_size
 from amp_transpiler.ir.opdef import gradient, lowering_rule, traits

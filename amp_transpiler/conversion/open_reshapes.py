@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from amp_transpiler.ir.constant_data import constant_array
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.passes.view.of_type import of_type
 

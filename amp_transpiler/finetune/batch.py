@@ -15,8 +15,9 @@ import onnx
 
 from amp_transpiler.conversion.fold_constants import fold_values
 from amp_transpiler.errors import AmpError
+from amp_transpiler.ir.constant_data import constant_array
 from amp_transpiler.ir.control import every_node
-from amp_transpiler.ir.infer import constant_array, static
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.tensors import as_array

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,8 +10,12 @@ import numpy as np
 import onnx
 
 from amp_transpiler.ir.attributes import attributes_of
-from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.lists import plain_domain
+
+SMALL = 256
+"""Elements: more than any shape vector, less than any weight."""
 
 #: Attributes of a Constant, and the type of those that are no tensor.
 _ATTRIBUTES: dict[str, Any] = {
@@ -25,6 +30,24 @@ def held_data(variable: Variable) -> Any:
     if variable.data is not None or producer is None or producer.full_type != "Constant":
         return variable.data
     return _data(producer.attrs)
+
+
+def constant_array(variable: Variable) -> np.ndarray | None:
+    """The content of a small constant; None of what is none or is large, and of what may hold something else in a run:
+    parameters, other state, and initializers that are inputs."""
+    if variable.persistable or variable.is_input:
+        return None
+    data = held_data(variable)
+    return None if data is None or math.prod(tensor_type(data)[1]) > SMALL else as_array(data)
+
+
+def given_axes(op: Operator) -> list[int] | None:
+    """The axes that its attribute or its second input names, as they stand there; None where it names none that are
+    known."""
+    given, read = op.attrs.get("axes"), op.input(1)
+    if given is None and read is not None:
+        given = constant_array(read)
+    return None if given is None else [int(axis) for axis in np.reshape(given, -1)]
 
 
 def constant_tensor(node: onnx.NodeProto) -> onnx.TensorProto | None:

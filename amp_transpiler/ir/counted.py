@@ -10,7 +10,8 @@ import math
 
 import numpy as np
 
-from amp_transpiler.ir.infer import given_axes, static
+from amp_transpiler.ir.constant_data import given_axes
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.tensors import LOOKED_THROUGH, as_array
 

@@ -16,8 +16,8 @@ from typing import Any, overload
 import numpy as np
 import onnx
 
+from amp_transpiler.ir.constant_data import constant_array
 from amp_transpiler.ir.flat import Rows
-from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.node_protos import emitted_node
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits_of

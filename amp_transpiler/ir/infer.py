@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 
 from amp_transpiler.errors import GraphError
-from amp_transpiler.ir.constant_data import held_data
+from amp_transpiler.ir.constant_data import SMALL, constant_array
 from amp_transpiler.ir.contrib_types import DOMAIN, WITHDRAWN, settled_types
 from amp_transpiler.ir.evaluation import fold
 from amp_transpiler.ir.graph import Graph
@@ -24,14 +24,12 @@ from amp_transpiler.ir.nodes import OWN, Operator, Shape, TensorType, Types, Var
 from amp_transpiler.ir.onnx_inference import ONNX_ERRORS, settle_scales
 from amp_transpiler.ir.opdef import lookup
 from amp_transpiler.ir.rule_errors import rule_of
-from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.ir.types import NAMES, ONNX_TYPES, RANK
 
 #: What an operator reads: element type and shape, or the type as protobuf; and its content as protobuf, where known.
 Read = tuple[TensorType | bytes, bytes | None]
 _ARITHMETIC = frozenset({"int32", "int64", "bool", "float32"})  # what shapes are computed in
 _SHORT = 4096  # bytes of attributes and contents up to which the types that come of them are kept
-_SMALL = 256  # elements: more than any shape vector, less than any weight
 
 
 def type_proto(dtype: str | None, shape: Shape | None) -> onnx.TypeProto:
@@ -87,24 +85,6 @@ def differ(one: Shape, other: Shape) -> bool:
 def one_element(shape: Shape | None) -> bool:
     """Whether a tensor of this shape is known to hold one number."""
     return shape is not None and all(size == 1 for size in shape)
-
-
-def constant_array(variable: Variable) -> np.ndarray | None:
-    """The content of a small constant; None of what is none or is large, and of what may hold something else in a run:
-    parameters, other state, and initializers that are inputs."""
-    if variable.persistable or variable.is_input:
-        return None
-    data = held_data(variable)
-    return None if data is None or math.prod(tensor_type(data)[1]) > _SMALL else as_array(data)
-
-
-def given_axes(op: Operator) -> list[int] | None:
-    """The axes that its attribute or its second input names, as they stand there; None where it names none that are
-    known."""
-    given, read = op.attrs.get("axes"), op.input(1)
-    if given is None and read is not None:
-        given = constant_array(read)
-    return None if given is None else [int(axis) for axis in np.reshape(given, -1)]
 
 
 class Shapes:
@@ -396,8 +376,8 @@ def _propagate(op: Operator, values: list[np.ndarray | None], inferred: Any, env
     proto = inferred.get(op.outputs.index(out))
     if proto is None or NAMES.get(proto.tensor_type.elem_type) not in _ARITHMETIC:
         return
-    if math.prod(d.dim_value or 1 for d in proto.tensor_type.shape.dim) > _SMALL:  # it may be more than memory
+    if math.prod(d.dim_value or 1 for d in proto.tensor_type.shape.dim) > SMALL:  # it may be more than memory
         return
     result = fold(op, [known for known in values if known is not None])
-    if result is not None and result.size <= _SMALL:
+    if result is not None and result.size <= SMALL:
         env.values[out.key] = result

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError
+from amp_transpiler.ir.constant_data import constant_array
 from amp_transpiler.ir.context import name_scope
-from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.nn.building import FLOATING, append, describe, fixed, layer_name, variable, whole

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
+from amp_transpiler.ir.constant_data import constant_array
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import Operator, Types
 from amp_transpiler.ir.opdef import for_test, gradient, lowering_rule, traits
 from amp_transpiler.lists import keep_fp32

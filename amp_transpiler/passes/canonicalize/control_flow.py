@@ -14,8 +14,9 @@ import numpy as np
 import onnx
 
 from amp_transpiler.ir.clone import insert_graph
+from amp_transpiler.ir.constant_data import constant_array
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import Shapes, constant_array, infer_operator
+from amp_transpiler.ir.infer import Shapes, infer_operator
 from amp_transpiler.ir.nodes import Operator, Shape, Variable
 from amp_transpiler.ir.opdef import has_lowering_rule
 from amp_transpiler.passes.canonicalize.opset import add_operator

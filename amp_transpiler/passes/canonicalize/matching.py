@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from amp_transpiler.ir.adjacency import successors
-from amp_transpiler.ir.infer import given_axes
+from amp_transpiler.ir.constant_data import given_axes
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.passes.view.constants import constant_content

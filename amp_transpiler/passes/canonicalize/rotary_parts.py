@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from amp_transpiler.ir.infer import constant_array, one_element
+from amp_transpiler.ir.constant_data import constant_array
+from amp_transpiler.ir.infer import one_element
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.passes.canonicalize.matching import added_axes, added_number, maker, only_reader

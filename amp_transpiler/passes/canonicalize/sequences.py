@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from amp_transpiler.ir.constant_data import constant_array
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.passes.canonicalize.opset import add_operator
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from amp_transpiler.ir.adjacency import successors
+from amp_transpiler.ir.constant_data import constant_array
 from amp_transpiler.ir.decompose import Parts, write_instead
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import constant_array, static
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.proto_residue import hand_over, listed_inputs
 from amp_transpiler.ir.tensors import tensor_type

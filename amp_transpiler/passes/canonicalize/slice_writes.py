@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from amp_transpiler.ir.constant_data import constant_array
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import constant_array, static
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import combined
 from amp_transpiler.ir.tensors import as_array

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from amp_transpiler.ir.constant_data import constant_array
 from amp_transpiler.ir.evaluation import fold
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
 

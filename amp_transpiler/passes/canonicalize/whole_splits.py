@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from amp_transpiler.ir.constant_data import constant_array
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import constant_array
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.passes.canonicalize.matching import drop_unread

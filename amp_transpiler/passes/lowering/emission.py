@@ -16,11 +16,12 @@ import numpy as np
 import onnx
 
 from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.constant_data import constant_array
 from amp_transpiler.ir.decided_sizes import DecidedSizes
 from amp_transpiler.ir.decompose import RUNTIME_DOMAINS
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.infer import Shapes, constant_array, static, type_proto
+from amp_transpiler.ir.infer import Shapes, static, type_proto
 from amp_transpiler.ir.nodes import OWN, Operator, Variable
 from amp_transpiler.ir.opdef import group_inputs, has_lowering_rule, lookup, lowering_rule_of, traits_of
 from amp_transpiler.ir.rule_errors import rule_of
