@@ -14,13 +14,11 @@ from amp_transpiler.lists import has_kernel
 from amp_transpiler.passes.lowering.arithmetic import MOST
 from tests.corpora.rounded_sums import fed, one_operator
 from tests.helpers import cuda_sessions, rounding_kernels, sessions
-from tests.helpers.rounding_kernels import KERNELS, worth
+from tests.helpers.rounding_kernels import KERNELS, opset_of, worth
 
 Array = np.ndarray[Any, Any]
 #: Of storing the result, and of a function that is two kernels there (HardSwish); half arithmetic makes Sigmoid 5.4.
 _ONCE = 2.0
-#: The first opset that has the operator, where it is later than others'.
-_SINCE = {"Gelu": 20}
 _KERNELS = [
     operator
     for operator in KERNELS
@@ -33,7 +31,7 @@ _RUN = {"cpu": lambda *given: sessions.run(*given, "DISABLE_ALL"), "cuda": cuda_
 @pytest.mark.parametrize(("place", "most"), [("cpu", _ONCE), pytest.param("cuda", MOST, marks=pytest.mark.gpu)])
 def test_kernels_round_once(place: str, most: float, operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(type_: str, feeds: dict[str, Array], /, domain: str = "", **attrs: Any) -> Array:
-        model = one_operator(type_, feeds, _SINCE.get(type_, 18), domain=domain, **attrs)
+        model = one_operator(type_, feeds, opset_of(type_), domain=domain, **attrs)
         model.opset_import.add(domain="com.microsoft", version=1)
         return np.asarray(_RUN[place](model, fed(feeds))[0])
 

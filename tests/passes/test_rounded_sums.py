@@ -18,7 +18,7 @@ from amp_transpiler.passes.lowering.lowering import lower
 from tests.corpora.rounded_sums import CASES, fed, half, one_operator
 from tests.helpers import rounding_kernels
 from tests.helpers.rounded_sums import in_turn, products
-from tests.helpers.rounding_kernels import KERNELS, worth
+from tests.helpers.rounding_kernels import KERNELS, opset_of, worth
 from tests.helpers.sessions import run
 
 Array = np.ndarray[Any, Any]
@@ -132,7 +132,7 @@ def test_an_executor_trains_with_the_arithmetic_of_a_place() -> None:
 def test_emulated_kernels_are_as_far_off_as_those_of_the_place(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def emulated(type_: str, feeds: dict[str, Array], /, domain: str = "", **attrs: Any) -> Array:
         first = next(iter(feeds.values()))
-        model = one_operator(type_, feeds, 20 if type_ == "Gelu" else 18, first.shape, domain=domain, **attrs)
+        model = one_operator(type_, feeds, opset_of(type_), first.shape, domain=domain, **attrs)
         return _run(lower(amp.Program.from_onnx(model), "cpu", arithmetic=PLAIN), feeds)
 
     monkeypatch.setattr(rounding_kernels, "run", emulated)

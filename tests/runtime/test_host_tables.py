@@ -118,6 +118,23 @@ def test_a_recomputed_lookup_waits_for_the_backward_pass_as_it_did() -> None:
     assert {op.input(0) for op in late} <= {op.output(0) for op in copy.operators if op.type == "RecomputeToken"}
 
 
+def test_ids_of_a_recomputed_lookup_may_be_computed_of_one_thing_along_many_paths() -> None:
+    def hashed(ids: amp.Variable, table: amp.Variable, sparse: bool) -> amp.Variable:
+        some = ids
+        for _ in range(40):  # 2^80 paths
+            some = some + some - some
+        made = F.mean(F.tanh(F.embedding(some, table, sparse=sparse)), axis=1)
+        amp.recompute(ids.program, [made])
+        return made
+
+    main = Recommender(lazy_adam, forward=hashed).main
+    (table,) = host_tables(main, {"table"})
+    first, again = (op.input(1) for op, slot in main.var("table").readers if op.type == "Gather" and slot == 0)
+    assert first is not None and first is not again and list(table.lookups) == [first.name]
+    late = [op.input(1) for op, _ in with_rows(main, [table], {"table": BATCH * IDS}).var("table").readers][1]
+    assert late is not None and late.producer is not None and late.producer.type == "RecomputeInput"
+
+
 def test_an_average_of_a_table_needs_all_of_it() -> None:
     net = beside(Recommender(lazy_adam))
     amp.optimizer.ExponentialMovingAverage(0.9).update(net.main, net.main.startup)

@@ -21,6 +21,7 @@ from amp_transpiler.ops.training.sparse import GATHER
 from amp_transpiler.passes.view.lookups import is_row_lookup
 
 _Graph = TypeVar("_Graph", bound=Graph)
+_Pair = tuple[Variable | None, Variable | None]
 
 
 @dataclass(frozen=True)
@@ -84,22 +85,29 @@ def _others(state: Variable | None, table: Variable) -> list[tuple[Operator, int
     return [(op, slot) for op, slot in readers if state is not table or not is_row_lookup(op, slot)]
 
 
-def _again(first: Variable | None, late: Variable | None) -> bool:
+def _again(first: Variable, late: Variable) -> bool:
     """Whether ``late`` is what a recomputed part of the forward pass has in the place of ``first``."""
-    if first is late or first is None or late is None:
-        return first is late
-    op, copy = first.producer, late.producer
-    if copy is None or copy.role != BACKWARD:
-        return False
-    if _is_late(copy):
-        return _again(first, copy.input(1))
-    return (
-        op is not None
-        and (op.type, op.domain, first.producer_slot) == (copy.type, copy.domain, late.producer_slot)
-        and str(dict(op.attrs)) == str(dict(copy.attrs))
-        and len(op.inputs) == len(copy.inputs)
-        and all(map(_again, op.inputs, copy.inputs))
-    )
+    pairs: list[_Pair] = [(first, late)]
+    for one, other in pairs:  # those of their inputs come behind; each once
+        if one is other:
+            continue
+        op, copy = (None if v is None else v.producer for v in (one, other))
+        if one is None or other is None or copy is None or copy.role != BACKWARD:
+            return False
+        new: Iterable[_Pair]
+        if _is_late(copy):
+            new = [(one, copy.input(1))]
+        elif op is None or _makes(op, one) != _makes(copy, other):
+            return False
+        else:
+            new = zip(op.inputs, copy.inputs, strict=True)
+        pairs += [pair for pair in new if pair not in pairs]
+    return True
+
+
+def _makes(op: Operator, result: Variable) -> tuple[object, ...]:
+    """What an operator computes of its inputs, so far as that tells it from others, and which result that is."""
+    return op.type, op.domain, result.producer_slot, len(op.inputs), str(dict(op.attrs))
 
 
 def _is_late(op: Operator) -> bool:
@@ -113,7 +121,7 @@ def _lateness(late: Variable) -> Operator:
         op = None if variable is None else variable.producer
         if op is not None and _is_late(op):
             return op
-        queue += () if op is None else op.inputs
+        queue += () if op is None else [v for v in op.inputs if v not in queue]
     raise AssertionError(f"'{late.name}' is not recomputed")
 
 
