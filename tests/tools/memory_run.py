@@ -2,7 +2,7 @@
 
 Prints forecast and measurement in MiB, state and feeds not counted. The arguments are a program of PROGRAMS, a mode
 ("fp32", "amp", "pure-fp16"), and a pattern to recompute. With ``--shapes``: see :func:`shapes`, with ``--steps``:
-:func:`steps`, with ``--state``: :func:`state`.
+:func:`steps`, with ``--state``: :func:`state`, with ``--replaced FOLDER``: :func:`replaced`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 import amp_transpiler as amp
 from amp_transpiler.ir.gc_pause import leave_at_exit
 from amp_transpiler.nn import functional as F
+from amp_transpiler.runtime.heap import trim
 from amp_transpiler.runtime.session import release_memory
 from tests.helpers.where import ROOT
 
@@ -226,6 +227,31 @@ def state() -> None:
     print(status("VmRSS") - before, status("VmHWM") - before, size)
 
 
+def replaced(folder: str) -> None:
+    """What the process has with parameters of 32 MiB, once they are rounded to 16 bit, and once they are read from a
+    checkpoint, in MiB; with blocks that glibc takes from its heap."""
+    main_, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main_, startup), amp.unique_name.guard():
+        h = amp.data("x", [2, 2048], "float32")
+        for _ in range(2):
+            h = amp.nn.fc(h, 2048)
+        optimizer = amp.decorate(amp.optimizer.SGD(0.1, multi_precision=True), use_pure_fp16=True, use_fp16_guard=False)
+        optimizer.minimize(F.mean(h), startup)
+    scope = amp.Scope()
+    for v in startup.variables:
+        scope.set_var(v.name, np.full(v.shape or (), 0.5, v.dtype))
+    np.ones(2**22 - 2**10)  # freed: from now on blocks of up to that size are of the heap
+    for v in main_.parameters:
+        scope.set_var(v.name, np.full(v.shape or (), 0.5, np.float32))
+    trim()
+    taken = [status("VmRSS")]
+    optimizer.amp_init(amp.CPUPlace(), scope=scope)
+    taken.append(status("VmRSS"))
+    amp.save_checkpoint(f"{folder}/state", main_, scope=scope)
+    amp.load_checkpoint(f"{folder}/state", main_, scope=scope)
+    print(*taken, status("VmRSS"))
+
+
 def measured(*arguments: str) -> list[float]:
     """What this module prints in a process of its own: forecast and measurement in MiB."""
     done = subprocess.run(
@@ -246,5 +272,7 @@ if __name__ == "__main__":
         steps()
     elif sys.argv[1:] == ["--state"]:
         state()
+    elif sys.argv[1:2] == ["--replaced"]:
+        replaced(*sys.argv[2:])
     else:
         main(*sys.argv[1:])
