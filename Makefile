@@ -17,8 +17,9 @@ test: $(VENV)/.test
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check --quiet .
 	@# The installed package is what a user's type checker sees, so mypy runs outside the checkout.
-	@echo "mypy -p amp_transpiler, installed"
-	@here="$$PWD"; tmp="$$(mktemp -d)"; cd "$$tmp" && "$$here/$(PY)" -m mypy -p amp_transpiler --config-file "$$here/pyproject.toml"; \
+	@echo "mypy -p amp_transpiler, installed; calls as a user writes them"
+	@here="$$PWD"; tmp="$$(mktemp -d)"; cd "$$tmp" && cp "$$here/tests/project/typed_calls.py" . && \
+	"$$here/$(PY)" -m mypy -p amp_transpiler --config-file "$$here/pyproject.toml" && "$$here/$(PY)" -m mypy --strict typed_calls.py; \
 	status=$$?; cd "$$here"; rm -rf "$$tmp"; exit $$status
 	$(PY) -m pytest -q -m "not gpu and not webgpu" -n auto --dist loadfile
 

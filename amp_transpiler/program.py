@@ -46,7 +46,7 @@ class Program(Blocks):
 
     def __init__(self, name: str | None = None, startup: Program | None = None) -> None:
         super().__init__(name, startup)
-        #: What ``amp.convert`` did to make it, as a ``conversion.report.record.Conversion``; None for any other.
+        #: What ``amp.convert`` did to make it, which says its type; None for any other.
         self.conversion: Any = None
 
     if not TYPE_CHECKING:  # it answers with what to use instead; to a type checker an unknown name is an error

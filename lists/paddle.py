@@ -5,7 +5,7 @@ import inspect
 import tomllib
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cache, partial, wraps
-from types import MappingProxyType
+from types import CodeType, MappingProxyType
 from typing import Any, TypeVar, cast
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ListError, MissingNameError
@@ -97,17 +97,22 @@ def _keywords(function: Callable[..., Any]) -> Set[str]:
     found = frozenset(parameter_names(function))
     if found >= {"args", "kwargs"} and hasattr(function, "__wrapped__"):
         return _keywords(function.__wrapped__) | found - {"args", "kwargs"}
-    return frozenset() if function.__code__.co_flags & inspect.CO_VARKEYWORDS else found
+    return frozenset() if _code(function).co_flags & inspect.CO_VARKEYWORDS else found
 
 
 def parameter_names(function: Callable[..., Any]) -> Sequence[str]:
-    """The parameters of a Python function, ``*args`` and ``**kwargs`` last.
+    """The parameters of a Python function, ``*args`` and ``**kwargs`` last; of a partial, those that are open.
 
     ``inspect.signature`` takes twenty times as long, and hundreds of functions are asked while the package is imported.
     """
-    code = function.__code__
+    code, bound = _code(function), len(function.args) if isinstance(function, partial) else 0
     more = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
-    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + more]
+    return code.co_varnames[bound : code.co_argcount + code.co_kwonlyargcount + more]
+
+
+def _code(function: Callable[..., Any]) -> CodeType:
+    """The code of a Python function, or of the one that a partial calls."""
+    return (function.func if isinstance(function, partial) else function).__code__
 
 
 def _ours(owner: str, entries: Mapping[str, Entry], given: Sequence[str], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -37,6 +37,12 @@ from amp_transpiler.passes.pipeline import Context, Pipeline, apply
 from amp_transpiler.program import Program
 
 
+class ConvertedProgram(Program):
+    """What :func:`convert` returns: a program that knows what was done."""
+
+    conversion: Conversion
+
+
 def convert(
     model_or_path: onnx.ModelProto | str | os.PathLike[str],
     *,
@@ -58,7 +64,7 @@ def convert(
     progress: Callable[[str], None] | None = ConversionOptions.progress,
     time_budget: float | None = ConversionOptions.time_budget,
     memory_budget: int | None = ConversionOptions.memory_budget,
-) -> Program:
+) -> ConvertedProgram:
     """The program of a model in 16 bit, ready for ``to_onnx``; the model itself is never changed.
 
     Args:
@@ -161,13 +167,15 @@ def conversion(options: ConversionOptions) -> Pipeline:
     )
 
 
-def convert_with(options: ConversionOptions, model_or_path: onnx.ModelProto | str | os.PathLike[str]) -> Program:
+def convert_with(
+    options: ConversionOptions, model_or_path: onnx.ModelProto | str | os.PathLike[str]
+) -> ConvertedProgram:
     """:func:`convert` with its options made: the model read once, each pass run once, the outcome judged once."""
     path = Path(model_or_path) if isinstance(model_or_path, (str, os.PathLike)) else None
     options.tell("reading")
     with ExitStack() as resting:
         resting.enter_context(collector_paused())
-        program = load(model_or_path, Program, weights=False)
+        program = load(model_or_path, ConvertedProgram, weights=False)
         before = record_program(program, path) if options.record else None
         written = program.opset()
         raised = [f"opset {written} raised to {OLDEST}, the oldest that onnxruntime runs"] * bring_to_oldest(program)

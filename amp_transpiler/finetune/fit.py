@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import onnx
 
@@ -17,7 +17,7 @@ from amp_transpiler.finetune import resume
 from amp_transpiler.finetune.checks import check_files, check_folder, chosen_place
 from amp_transpiler.finetune.data import Source
 from amp_transpiler.finetune.log import Log
-from amp_transpiler.finetune.options import options_of
+from amp_transpiler.finetune.options import FitKeywords, options_of
 from amp_transpiler.finetune.training_record import FitResult
 from amp_transpiler.finetune.training_run import Run, Told
 from amp_transpiler.passes.lowering.place import Place
@@ -41,7 +41,7 @@ def fit(
     cache_dir: str | os.PathLike[str] | None = None,
     say: Say | None = None,
     progress: Callable[[int, int], None] | None = None,
-    **options: Any,
+    **options: Unpack[FitKeywords],
 ) -> FitResult:
     """Train a model on arrays and write it for inference; ``amp-transpile train`` is this.
 

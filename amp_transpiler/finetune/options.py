@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, TypedDict
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.finetune.metrics import METRICS, default_metric, fits_loss
@@ -207,6 +207,40 @@ class FitOptions:
                 f"{self.said('metric')} does not go with {self.said('loss')}; "
                 f"{', '.join(m for m in METRICS if fits_loss(m, self.loss))} do"
             )
+
+
+class FitKeywords(TypedDict, total=False):
+    """The keywords by which :func:`fit` takes :class:`FitOptions`, to type checkers."""
+
+    label: str
+    loss: str
+    target: str | None
+    mode: str
+    dtype: str
+    save: str | None
+    black_list: Sequence[str]
+    loss_scale: float | None
+    optimizer: str
+    lr: float
+    weight_decay: float
+    clip_norm: float | None
+    schedule: str
+    warmup_steps: int
+    accumulate: int
+    epochs: int
+    batch_size: int | None
+    trainable: Sequence[str] | None
+    freeze: Sequence[str]
+    keep_tied: Sequence[str]
+    dropout: Mapping[str, float]
+    values: Mapping[str, Any]
+    batch_norm: str | Mapping[str, str]
+    seed: int
+    allreduce_precision: str | None
+    check_every: int
+    shard_optimizer: bool
+    metric: str | None
+    flags: bool
 
 
 def in_one_spelling(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -51,20 +51,20 @@ hardswish = simple("hardswish", "HardSwish", "x * min(max(x + 3, 0), 6) / 6 (How
 
 
 @function()
-def relu6(x: Variable) -> Variable:
+def relu6(x: Variable, *, name: str | None = None) -> Variable:
     """min(max(x, 0), 6). ``x``: float, any shape."""
     return hardtanh(x, 0.0, 6.0)
 
 
 @function()
-def hardtanh(x: Variable, min: float = -1.0, max: float = 1.0) -> Variable:
+def hardtanh(x: Variable, min: float = -1.0, max: float = 1.0, *, name: str | None = None) -> Variable:
     """``x`` within [``min``, ``max``]. ``x``: float, any shape."""
     call = "hardtanh"
     return append(call, "Clip", [_checked(call, x), *clip_bounds(call, x, min, max)])
 
 
 @function()
-def gelu(x: Variable, approximate: bool | str = False) -> Variable:
+def gelu(x: Variable, approximate: bool | str = False, *, name: str | None = None) -> Variable:
     """x * Phi(x) (Hendrycks & Gimpel 2016); with ``approximate`` (True or "tanh"; False or "none": not) its tanh form.
 
     ``x``: float, any shape.
@@ -74,7 +74,7 @@ def gelu(x: Variable, approximate: bool | str = False) -> Variable:
 
 
 @function()
-def silu(x: Variable) -> Variable:
+def silu(x: Variable, *, name: str | None = None) -> Variable:
     """x * sigmoid(x) (Elfwing et al. 2017). ``x``: float, any shape."""
     call = "silu"
     prefix = fresh(call)
@@ -85,27 +85,27 @@ swish = silu
 
 
 @function()
-def hardsigmoid(x: Variable, slope: float = 1 / 6, offset: float = 0.5) -> Variable:
+def hardsigmoid(x: Variable, slope: float = 1 / 6, offset: float = 0.5, *, name: str | None = None) -> Variable:
     """min(max(slope * x + offset, 0), 1). ``x``: float, any shape."""
     call = "hardsigmoid"
     return _one(call, "HardSigmoid", x, alpha=real(call, "slope", slope), beta=real(call, "offset", offset))
 
 
 @function("nn.leaky_relu")
-def leaky_relu(x: Variable, negative_slope: float = 0.01) -> Variable:
+def leaky_relu(x: Variable, negative_slope: float = 0.01, *, name: str | None = None) -> Variable:
     """``x`` where it is above 0, ``negative_slope * x`` elsewhere. ``x``: float, any shape."""
     call = "leaky_relu"
     return _one(call, "LeakyRelu", x, alpha=real(call, "negative_slope", negative_slope))
 
 
 @function()
-def elu(x: Variable, alpha: float = 1.0) -> Variable:
+def elu(x: Variable, alpha: float = 1.0, *, name: str | None = None) -> Variable:
     """``x`` where it is above 0, ``alpha * (exp(x) - 1)`` elsewhere (Clevert et al. 2015). ``x``: float, any shape."""
     return _one("elu", "Elu", x, alpha=real("elu", "alpha", alpha))
 
 
 @function()
-def celu(x: Variable, alpha: float = 1.0) -> Variable:
+def celu(x: Variable, alpha: float = 1.0, *, name: str | None = None) -> Variable:
     """``x`` where it is above 0, ``alpha * (exp(x / alpha) - 1)`` elsewhere (Barron 2017). ``x``: float, any shape.
 
     Made of Elu: no GPU place has a kernel of Celu. ArgumentError for an ``alpha`` of 0.
@@ -120,33 +120,35 @@ def celu(x: Variable, alpha: float = 1.0) -> Variable:
 
 
 @function()
-def selu(x: Variable, scale: float = 1.0507009873554805, alpha: float = 1.6732632423543772) -> Variable:
+def selu(
+    x: Variable, scale: float = 1.0507009873554805, alpha: float = 1.6732632423543772, *, name: str | None = None
+) -> Variable:
     """``scale * elu(x, alpha)`` (Klambauer et al. 2017). ``x``: float, any shape."""
     return _one("selu", "Selu", x, gamma=real("selu", "scale", scale), alpha=real("selu", "alpha", alpha))
 
 
 @function()
-def thresholded_relu(x: Variable, threshold: float = 1.0) -> Variable:
+def thresholded_relu(x: Variable, threshold: float = 1.0, *, name: str | None = None) -> Variable:
     """``x`` where it is above ``threshold``, 0 elsewhere. ``x``: float, any shape."""
     call = "thresholded_relu"
     return _one(call, "ThresholdedRelu", x, alpha=real(call, "threshold", threshold))
 
 
 @function()
-def hardshrink(x: Variable, threshold: float = 0.5) -> Variable:
+def hardshrink(x: Variable, threshold: float = 0.5, *, name: str | None = None) -> Variable:
     """``x`` where |x| is above ``threshold``, 0 elsewhere. ``x``: float, any shape."""
     return _one("hardshrink", "Shrink", x, lambd=real("hardshrink", "threshold", threshold))
 
 
 @function()
-def softshrink(x: Variable, threshold: float = 0.5) -> Variable:
+def softshrink(x: Variable, threshold: float = 0.5, *, name: str | None = None) -> Variable:
     """``x`` moved towards 0 by ``threshold``, 0 where |x| is not above it. ``x``: float, any shape."""
     limit = real("softshrink", "threshold", threshold)
     return _one("softshrink", "Shrink", x, lambd=limit, bias=limit)
 
 
 @function()
-def tanhshrink(x: Variable) -> Variable:
+def tanhshrink(x: Variable, *, name: str | None = None) -> Variable:
     """x - tanh(x). ``x``: float, any shape."""
     call = "tanhshrink"
     prefix = fresh(call)
@@ -154,7 +156,7 @@ def tanhshrink(x: Variable) -> Variable:
 
 
 @function("nn.softplus")
-def softplus(x: Variable, beta: float = 1.0) -> Variable:
+def softplus(x: Variable, beta: float = 1.0, *, name: str | None = None) -> Variable:
     """log(1 + exp(beta * x)) / beta. ``x``: float, any shape."""
     call = "softplus"
     if real(call, "beta", beta) == 1:
@@ -167,7 +169,7 @@ def softplus(x: Variable, beta: float = 1.0) -> Variable:
 
 
 @function()
-def log_sigmoid(x: Variable) -> Variable:
+def log_sigmoid(x: Variable, *, name: str | None = None) -> Variable:
     """log(1 / (1 + exp(-x))), finite for every x. ``x``: float, any shape."""
     call = "log_sigmoid"
     prefix = fresh(call)
@@ -176,19 +178,19 @@ def log_sigmoid(x: Variable) -> Variable:
 
 
 @function("nn.cudnn")
-def softmax(x: Variable, axis: int = -1, dtype: Any = None) -> Variable:
+def softmax(x: Variable, axis: int = -1, dtype: Any = None, *, name: str | None = None) -> Variable:
     """exp(x) over its sum along ``axis``. ``x``: float, at least one dimension; cast to ``dtype`` first if given."""
     return _one("softmax", "Softmax", as_type(x, dtype), axis=axis_of("softmax", axis, x))
 
 
 @function()
-def log_softmax(x: Variable, axis: int = -1, dtype: Any = None) -> Variable:
+def log_softmax(x: Variable, axis: int = -1, dtype: Any = None, *, name: str | None = None) -> Variable:
     """Logarithm of :func:`softmax`."""
     return _one("log_softmax", "LogSoftmax", as_type(x, dtype), axis=axis_of("log_softmax", axis, x))
 
 
 @function()
-def prelu(x: Variable, weight: Variable) -> Variable:
+def prelu(x: Variable, weight: Variable, *, name: str | None = None) -> Variable:
     """``x`` where it is above 0, ``weight * x`` elsewhere (He et al. 2015).
 
     ``x``: float [batch, channels, …]. ``weight``: float, of one element or one for each channel.
@@ -210,7 +212,7 @@ def prelu(x: Variable, weight: Variable) -> Variable:
 
 
 @function()
-def glu(x: Variable, axis: int = -1) -> Variable:
+def glu(x: Variable, axis: int = -1, *, name: str | None = None) -> Variable:
     """The first half of ``x`` along ``axis`` times the sigmoid of the second (Dauphin et al. 2017)."""
     call = "glu"
     _checked(call, x)
@@ -224,7 +226,7 @@ def glu(x: Variable, axis: int = -1) -> Variable:
 
 
 @function()
-def maxout(x: Variable, groups: int, axis: int = 1) -> Variable:
+def maxout(x: Variable, groups: int, axis: int = 1, *, name: str | None = None) -> Variable:
     """The maximum of each ``groups`` neighbouring channels (Goodfellow et al. 2013), channels being ``axis``."""
     call = "maxout"
     _checked(call, x)
@@ -240,7 +242,7 @@ def maxout(x: Variable, groups: int, axis: int = 1) -> Variable:
 
 
 #: What the ``act`` argument of a layer names; those alone whose constants are the same wherever they are named so.
-ACTIVATIONS: dict[str, Callable[[Variable], Variable]] = {
+ACTIVATIONS: Mapping[str, Callable[[Variable], Variable]] = {
     f.__name__: f
     for f in (
         relu,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import wraps
-from typing import Any, TypeVar, cast
+from functools import partial, wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 from amp_transpiler.errors import ArgumentTypeError
 from amp_transpiler.ir.nodes import Variable
@@ -16,13 +16,25 @@ from amp_transpiler.nn.building import FLOATING, append, prefixed, variable
 from amp_transpiler.program import default_main_program
 
 Called = TypeVar("Called", bound=Callable[..., Any])
+Kind = TypeVar("Kind")
+#: What a function of a family takes besides its kind.
+Own = ParamSpec("Own")
+
+
+class OfOneVariable(Protocol):
+    """The type of a function that takes a variable alone."""
+
+    __name__: str
+
+    def __call__(self, x: Variable, *, name: str | None = None) -> Variable: ...
 
 
 def function(*tables: str) -> Callable[[Called], Called]:
     """A public function of variables.
 
-    It takes ``name``, the prefix of its results' names (``<name>.tmp_0``), ``input`` for ``x``, and the keywords of
-    these tables of Paddle's spelling. A call that is refused adds nothing to the program.
+    It declares ``name``, the prefix of its results' names (``<name>.tmp_0``), which is taken here. Besides its own
+    arguments it takes ``input`` for ``x``, and the keywords of these tables of Paddle's spelling. A call that is
+    refused adds nothing to the program.
     """
 
     def carry(called: Called) -> Called:
@@ -41,14 +53,32 @@ def function(*tables: str) -> Callable[[Called], Called]:
     return carry
 
 
-def simple(
-    name: str, type_: str, text: str, *tables: str, dtypes: tuple[str, ...] | None = FLOATING, **attrs: Any
-) -> Callable[[Variable], Variable]:
+def member(
+    shared: Callable[Concatenate[Kind, Own], Variable], kind: Kind, name: str, *tables: str
+) -> Callable[Own, Variable]:
+    """The function ``name`` of a family: ``shared``, whose first argument is ``kind``, which its docstring shows."""
+    called = partial(shared, kind)
+    told = inspect.cleandoc(shared.__doc__ or "").format(kind)
+    vars(called).update(__name__=name, __qualname__=name, __module__=shared.__module__, __doc__=told)
+    return cast(Callable[Own, Variable], function(*tables)(called))
+
+
+class _Simple(NamedTuple):
+    name: str
+    type: str
+    text: str
+    dtypes: tuple[str, ...] | None
+
+    @property
+    def taken(self) -> str:
+        return "float" if self.dtypes == FLOATING else "numbers"
+
+
+def _simple(kind: _Simple, x: Variable, *, name: str | None = None) -> Variable:
+    """{0.text} ``x``: {0.taken}, any shape."""
+    return append(kind.name, kind.type, [variable(kind.name, "x", x, dtypes=kind.dtypes)])
+
+
+def simple(name: str, type_: str, text: str, *tables: str, dtypes: tuple[str, ...] | None = FLOATING) -> OfOneVariable:
     """The function ``name`` of one variable that is one operator; ``text`` says what it computes."""
-
-    def called(x: Variable) -> Variable:
-        return append(name, type_, [variable(name, "x", x, dtypes=dtypes)], attrs=attrs)
-
-    called.__name__ = called.__qualname__ = name
-    called.__doc__ = f"{text} ``x``: {'float' if dtypes == FLOATING else 'numbers'}, any shape."
-    return function(*tables)(called)
+    return member(_simple, _Simple(name, type_, text, dtypes), name, *tables)

@@ -70,6 +70,8 @@ def cross_entropy(
     axis: int = -1,
     use_softmax: bool = True,
     label_smoothing: float = 0.0,
+    *,
+    name: str | None = None,
 ) -> Variable:
     """Softmax, then the negative logarithm of the label's probability.
 
@@ -224,6 +226,8 @@ def softmax_with_cross_entropy(
     ignore_index: int = -100,
     return_softmax: bool = False,
     axis: int = -1,
+    *,
+    name: str | None = None,
 ) -> Any:
     """:func:`cross_entropy` of each element, with a dimension of size 1 where the classes were.
 
@@ -242,7 +246,13 @@ def softmax_with_cross_entropy(
 
 @function()
 def nll_loss(
-    input: Variable, label: Variable, weight: Variable | None = None, ignore_index: int = -100, reduction: str = "mean"
+    input: Variable,
+    label: Variable,
+    weight: Variable | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    *,
+    name: str | None = None,
 ) -> Variable:
     """The negative logarithm of the label's probability.
 
@@ -261,7 +271,9 @@ def nll_loss(
 
 
 @function()
-def label_smooth(label: Variable, prior_dist: Variable | None = None, epsilon: float = 0.1) -> Variable:
+def label_smooth(
+    label: Variable, prior_dist: Variable | None = None, epsilon: float = 0.1, *, name: str | None = None
+) -> Variable:
     """``(1 - epsilon) * label + epsilon * prior_dist`` (Szegedy et al. 2016).
 
     ``label``: float [.., classes]. ``prior_dist``: float, broadcast to it; 1 / classes by default.
@@ -291,7 +303,9 @@ def _as_label(call: str, loss: Variable, label: Variable, prefix: str) -> Variab
 
 
 @function()
-def span_loss(start_logits: Variable, end_logits: Variable, start: Variable, end: Variable) -> Variable:
+def span_loss(
+    start_logits: Variable, end_logits: Variable, start: Variable, end: Variable, *, name: str | None = None
+) -> Variable:
     """Mean of two cross entropies over places: where a span starts, and where it ends (Devlin et al. 2019).
 
     ``start_logits``, ``end_logits``: float [N, length]. ``start``, ``end``: int64 or int32 places [N] or [N, 1]; one
@@ -319,7 +333,7 @@ def _place_loss(logits: Variable, place: Variable) -> Variable:
 
 
 @function("nn.accuracy")
-def accuracy(input: Variable, label: Variable, k: int = 1) -> Variable:
+def accuracy(input: Variable, label: Variable, k: int = 1, *, name: str | None = None) -> Variable:
     """The share of rows whose label is among the ``k`` highest scores, a float32 scalar.
 
     ``input``: float scores [N, …, classes]; ``label``: int64 or int32 [N, …] or [N, …, 1].

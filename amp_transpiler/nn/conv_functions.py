@@ -5,13 +5,12 @@ Arguments are those of the layers, see :mod:`amp_transpiler.nn.conv_layers`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.nn.building import append, describe, fixed, fresh, variable, whole
-from amp_transpiler.nn.calls import function
+from amp_transpiler.nn.calls import member
 from amp_transpiler.nn.windows import Image, Padding, Sizes, check_fit, image, numbers, output_sizes, padding
 
 Attributes = dict[str, Any]
@@ -96,60 +95,58 @@ def _filters(call: str, at: Image, weight: Variable, rank: int, groups: int | No
     return kernel, group
 
 
-def _functional(rank: int) -> Callable[..., Variable]:
+def _convolution(
+    rank: int,
+    x: Variable,
+    weight: Variable,
+    bias: Variable | None = None,
+    stride: Sizes = 1,
+    padding: Padding = 0,
+    dilation: Sizes = 1,
+    groups: int | None = 1,
+    data_format: str | None = None,
+    *,
+    name: str | None = None,
+) -> Variable:
+    """{0}-D convolution of ``x`` with given filters ``weight`` [filters, channels / groups, …] and ``bias`` [filters].
+
+    Other arguments as :func:`amp.nn.conv{0}d`.
+    """
     call = f"conv{rank}d"
-
-    def called(
-        x: Variable,
-        weight: Variable,
-        bias: Variable | None = None,
-        stride: Sizes = 1,
-        padding: Padding = 0,
-        dilation: Sizes = 1,
-        groups: int | None = 1,
-        data_format: str | None = None,
-    ) -> Variable:
-        at = image(call, x, rank, data_format)
-        kernel, group = _filters(call, at, weight, rank, groups, 1)
-        attrs = sliding(at, kernel, stride, padding, dilation, group)
-        return applied("Conv", at, weight, bias, attrs, fresh(call))
-
-    called.__name__ = called.__qualname__ = call
-    called.__doc__ = (
-        f"{rank}-D convolution of ``x`` with given filters ``weight`` [filters, channels / groups, …] and ``bias`` "
-        f"[filters].\n\n    Other arguments as :func:`amp.nn.{call}`."
-    )
-    return function()(called)
+    at = image(call, x, rank, data_format)
+    kernel, group = _filters(call, at, weight, rank, groups, 1)
+    attrs = sliding(at, kernel, stride, padding, dilation, group)
+    return applied("Conv", at, weight, bias, attrs, fresh(call))
 
 
-def _functional_transpose(rank: int) -> Callable[..., Variable]:
+def _transposed_convolution(
+    rank: int,
+    x: Variable,
+    weight: Variable,
+    bias: Variable | None = None,
+    stride: Sizes = 1,
+    padding: Padding = 0,
+    output_padding: Sizes = 0,
+    groups: int | None = 1,
+    dilation: Sizes = 1,
+    data_format: str | None = None,
+    output_size: Sizes | None = None,
+    *,
+    name: str | None = None,
+) -> Variable:
+    """{0}-D transposed convolution of ``x`` with given filters ``weight`` [channels, filters / groups, …].
+
+    ``bias``: [filters]. ``output_padding``: elements more behind each axis. Other arguments as
+    :func:`amp.nn.conv{0}d_transpose`.
+    """
     call = f"conv{rank}d_transpose"
-
-    def called(
-        x: Variable,
-        weight: Variable,
-        bias: Variable | None = None,
-        stride: Sizes = 1,
-        padding: Padding = 0,
-        output_padding: Sizes = 0,
-        groups: int | None = 1,
-        dilation: Sizes = 1,
-        data_format: str | None = None,
-        output_size: Sizes | None = None,
-    ) -> Variable:
-        at = image(call, x, rank, data_format)
-        kernel, group = _filters(call, at, weight, rank, groups, 0)
-        attrs = transposed(at, kernel, stride, padding, dilation, group, output_padding, output_size)
-        return applied("ConvTranspose", at, weight, bias, attrs, fresh(call))
-
-    called.__name__ = called.__qualname__ = call
-    called.__doc__ = (
-        f"{rank}-D transposed convolution of ``x`` with given filters ``weight`` [channels, filters / groups, …] and "
-        "``bias`` [filters].\n\n    ``output_padding``: elements more behind each axis. Other arguments as "
-        f":func:`amp.nn.{call}`."
-    )
-    return function()(called)
+    at = image(call, x, rank, data_format)
+    kernel, group = _filters(call, at, weight, rank, groups, 0)
+    attrs = transposed(at, kernel, stride, padding, dilation, group, output_padding, output_size)
+    return applied("ConvTranspose", at, weight, bias, attrs, fresh(call))
 
 
-conv1d, conv2d, conv3d = (_functional(rank) for rank in (1, 2, 3))
-conv1d_transpose, conv2d_transpose, conv3d_transpose = (_functional_transpose(rank) for rank in (1, 2, 3))
+conv1d, conv2d, conv3d = (member(_convolution, rank, f"conv{rank}d") for rank in (1, 2, 3))
+conv1d_transpose, conv2d_transpose, conv3d_transpose = (
+    member(_transposed_convolution, rank, f"conv{rank}d_transpose") for rank in (1, 2, 3)
+)

@@ -25,25 +25,25 @@ def _filled(call: str, shape: Sequence[int], value: Any, dtype: Any) -> Variable
 
 
 @function()
-def full(shape: Sequence[int], fill_value: float, dtype: Any = "float32") -> Variable:
+def full(shape: Sequence[int], fill_value: float, dtype: Any = "float32", *, name: str | None = None) -> Variable:
     """``fill_value`` in every element. ``shape``: fixed sizes (of a variable's shape: :func:`full_like`)."""
     return _filled("full", shape, fill_value, dtype)
 
 
 @function()
-def zeros(shape: Sequence[int], dtype: Any = "float32") -> Variable:
+def zeros(shape: Sequence[int], dtype: Any = "float32", *, name: str | None = None) -> Variable:
     """0 in every element; see :func:`full`."""
     return _filled("zeros", shape, 0, dtype)
 
 
 @function()
-def ones(shape: Sequence[int], dtype: Any = "float32") -> Variable:
+def ones(shape: Sequence[int], dtype: Any = "float32", *, name: str | None = None) -> Variable:
     """1 in every element; see :func:`full`."""
     return _filled("ones", shape, 1, dtype)
 
 
 @function()
-def full_like(x: Variable, fill_value: float, dtype: Any = None) -> Variable:
+def full_like(x: Variable, fill_value: float, dtype: Any = None, *, name: str | None = None) -> Variable:
     """``fill_value`` in the shape of ``x``, and in its element type unless ``dtype`` gives another."""
     call = "full_like"
     prefix = fresh(call)
@@ -56,19 +56,21 @@ def full_like(x: Variable, fill_value: float, dtype: Any = None) -> Variable:
 
 
 @function()
-def zeros_like(x: Variable, dtype: Any = None) -> Variable:
+def zeros_like(x: Variable, dtype: Any = None, *, name: str | None = None) -> Variable:
     """0 in the shape of ``x``; see :func:`full_like`."""
     return full_like(x, 0, dtype)
 
 
 @function()
-def ones_like(x: Variable, dtype: Any = None) -> Variable:
+def ones_like(x: Variable, dtype: Any = None, *, name: str | None = None) -> Variable:
     """1 in the shape of ``x``; see :func:`full_like`."""
     return full_like(x, 1, dtype)
 
 
 @function()
-def arange(start: float = 0, end: float | None = None, step: float = 1, dtype: Any = None) -> Variable:
+def arange(
+    start: float = 0, end: float | None = None, step: float = 1, dtype: Any = None, *, name: str | None = None
+) -> Variable:
     """Numbers from ``start`` (0 where only one is given) up to, and without, ``end``; int64 if all are integers."""
     call = "arange"
     start, end = (0, start) if end is None else (start, end)
@@ -83,7 +85,7 @@ def arange(start: float = 0, end: float | None = None, step: float = 1, dtype: A
 
 
 @function()
-def assign(x: Any) -> Variable:
+def assign(x: Any, *, name: str | None = None) -> Variable:
     """A copy of a variable; or an array, a list or a number as a constant."""
     if isinstance(x, Variable):
         return append("assign", "Identity", [variable("assign", "x", x)])

@@ -24,6 +24,8 @@ def ctc_loss(
     blank: int = 0,
     reduction: str = "mean",
     zero_infinity: bool = False,
+    *,
+    name: str | None = None,
 ) -> Variable:
     """Negative log-probability of ``labels`` under all their alignments (Graves et al. 2006), in fp32.
 
@@ -70,7 +72,7 @@ def ctc_loss(
 
 @function()
 def ctc_greedy_decoder(
-    x: Variable, blank: int, input_length: Variable | None = None, padding_value: int = 0
+    x: Variable, blank: int, input_length: Variable | None = None, padding_value: int = 0, *, name: str | None = None
 ) -> tuple[Variable, Variable]:
     """The labels of the best path (Graves et al. 2006): the largest class of each step, repeated ones once, without
     blanks. Returns (labels int64 [N, T], filled up with ``padding_value``; their lengths int64 [N, 1]).

@@ -49,7 +49,7 @@ logical_not = simple("logical_not", "Not", "True where x (bool) is False.", dtyp
 
 
 @function()
-def rsqrt(x: Variable) -> Variable:
+def rsqrt(x: Variable, *, name: str | None = None) -> Variable:
     """1 / sqrt(x). ``x``: float, any shape."""
     variable("rsqrt", "x", x, dtypes=FLOATING)
     prefix = fresh("rsqrt")
@@ -57,27 +57,27 @@ def rsqrt(x: Variable) -> Variable:
 
 
 @function()
-def square(x: Variable) -> Variable:
+def square(x: Variable, *, name: str | None = None) -> Variable:
     """x * x, as a power: computed in fp32 by the default lists. ``x``: float, any shape."""
     return append("square", "Pow", [variable("square", "x", x, dtypes=FLOATING), constant(x, 2)])
 
 
 @function()
-def log2(x: Variable) -> Variable:
+def log2(x: Variable, *, name: str | None = None) -> Variable:
     """Logarithm to base 2. ``x``: float, any shape."""
     put = _putting("log2", x)
     return put("Mul", put("Log", x), constant(x, 1 / math.log(2)))
 
 
 @function()
-def log10(x: Variable) -> Variable:
+def log10(x: Variable, *, name: str | None = None) -> Variable:
     """Logarithm to base 10. ``x``: float, any shape."""
     put = _putting("log10", x)
     return put("Mul", put("Log", x), constant(x, 1 / math.log(10)))
 
 
 @function()
-def log1p(x: Variable) -> Variable:
+def log1p(x: Variable, *, name: str | None = None) -> Variable:
     """log(1 + x), with the digits of an x far below 1. ``x``: float, any shape.
 
     Of u = 1 + x as it is rounded, log(u) + (x - (u - 1)) / u, through which no gradient goes. Below 1/2 u is exact.
@@ -91,7 +91,7 @@ def log1p(x: Variable) -> Variable:
 
 
 @function()
-def expm1(x: Variable) -> Variable:
+def expm1(x: Variable, *, name: str | None = None) -> Variable:
     """exp(x) - 1, with the digits of an x far below 1. ``x``: float, any shape.
 
     Between -1 and 1 it is 2 t / (1 - t) with t = tanh(x / 2).
@@ -121,99 +121,99 @@ def binary(call: str, type_: str, x: Any, y: Any) -> Variable:
 
 
 @function("nn.elementwise")
-def add(x: Any, y: Any) -> Variable:
+def add(x: Any, y: Any, *, name: str | None = None) -> Variable:
     """x + y, broadcast; one of them may be a number or an array."""
     return binary("add", "Add", x, y)
 
 
 @function("nn.elementwise")
-def subtract(x: Any, y: Any) -> Variable:
+def subtract(x: Any, y: Any, *, name: str | None = None) -> Variable:
     """x - y, broadcast; one of them may be a number or an array."""
     return binary("subtract", "Sub", x, y)
 
 
 @function("nn.elementwise")
-def multiply(x: Any, y: Any) -> Variable:
+def multiply(x: Any, y: Any, *, name: str | None = None) -> Variable:
     """x * y, broadcast; one of them may be a number or an array."""
     return binary("multiply", "Mul", x, y)
 
 
 @function("nn.elementwise")
-def divide(x: Any, y: Any) -> Variable:
+def divide(x: Any, y: Any, *, name: str | None = None) -> Variable:
     """x / y, broadcast; one of them may be a number or an array."""
     return binary("divide", "Div", x, y)
 
 
 @function("nn.elementwise")
-def pow(x: Any, y: Any) -> Variable:
+def pow(x: Any, y: Any, *, name: str | None = None) -> Variable:
     """``x`` to the power ``y``, broadcast; one of them may be a number."""
     return binary("pow", "Pow", x, y)
 
 
 @function("nn.elementwise")
-def maximum(x: Any, y: Any) -> Variable:
+def maximum(x: Any, y: Any, *, name: str | None = None) -> Variable:
     """The larger of x and y, broadcast; the gradient goes to x where they are equal."""
     return binary("maximum", "Max", x, y)
 
 
 @function("nn.elementwise")
-def minimum(x: Any, y: Any) -> Variable:
+def minimum(x: Any, y: Any, *, name: str | None = None) -> Variable:
     """The smaller of x and y, broadcast; the gradient goes to x where they are equal."""
     return binary("minimum", "Min", x, y)
 
 
 @function()
-def equal(x: Any, y: Any) -> Variable:
+def equal(x: Any, y: Any, *, name: str | None = None) -> Variable:
     """True where x is y, broadcast."""
     return binary("equal", "Equal", x, y)
 
 
 @function()
-def not_equal(x: Any, y: Any) -> Variable:
+def not_equal(x: Any, y: Any, *, name: str | None = None) -> Variable:
     """True where x is not y, broadcast."""
     prefix = fresh("not_equal")
     return append("not_equal", "Not", [binary("not_equal", "Equal", x, y)], prefix=prefix)
 
 
 @function()
-def less_than(x: Any, y: Any) -> Variable:
+def less_than(x: Any, y: Any, *, name: str | None = None) -> Variable:
     """True where x < y, broadcast."""
     return binary("less_than", "Less", x, y)
 
 
 @function()
-def less_equal(x: Any, y: Any) -> Variable:
+def less_equal(x: Any, y: Any, *, name: str | None = None) -> Variable:
     """True where x <= y, broadcast."""
     return binary("less_equal", "LessOrEqual", x, y)
 
 
 @function()
-def greater_than(x: Any, y: Any) -> Variable:
+def greater_than(x: Any, y: Any, *, name: str | None = None) -> Variable:
     """True where x > y, broadcast."""
     return binary("greater_than", "Greater", x, y)
 
 
 @function()
-def greater_equal(x: Any, y: Any) -> Variable:
+def greater_equal(x: Any, y: Any, *, name: str | None = None) -> Variable:
     """True where x >= y, broadcast."""
     return binary("greater_equal", "GreaterOrEqual", x, y)
 
 
 @function()
-def logical_and(x: Variable, y: Variable) -> Variable:
+def logical_and(x: Variable, y: Variable, *, name: str | None = None) -> Variable:
     """True where both (bool) are True, broadcast."""
     return binary("logical_and", "And", x, y)
 
 
 @function()
-def logical_or(x: Variable, y: Variable) -> Variable:
+def logical_or(x: Variable, y: Variable, *, name: str | None = None) -> Variable:
     """True where one of both (bool) is True, broadcast."""
     return binary("logical_or", "Or", x, y)
 
 
 # -- selection --------------------------------------------------------------------------------------------------
 @function()
-def where(condition: Variable, x: Any, y: Any) -> Variable:
+def where(condition: Variable, x: Any, y: Any, *, name: str | None = None) -> Variable:
     """``x`` where ``condition`` (bool) is True, ``y`` elsewhere, broadcast; one of them may be a number."""
     call = "where"
     variable(call, "condition", condition, dtypes=("bool",))
@@ -224,7 +224,7 @@ def where(condition: Variable, x: Any, y: Any) -> Variable:
 
 
 @function()
-def clip(x: Variable, min: float | None = None, max: float | None = None) -> Variable:
+def clip(x: Variable, min: float | None = None, max: float | None = None, *, name: str | None = None) -> Variable:
     """``x`` within [``min``, ``max``]; None for no bound. The gradient is 0 where x lies outside.
 
     ``x``: float or integer, any shape.
@@ -238,7 +238,13 @@ def clip(x: Variable, min: float | None = None, max: float | None = None) -> Var
 
 @function()
 def scale(
-    x: Variable, scale: float = 1.0, bias: float = 0.0, bias_after_scale: bool = True, act: None = None
+    x: Variable,
+    scale: float = 1.0,
+    bias: float = 0.0,
+    bias_after_scale: bool = True,
+    act: None = None,
+    *,
+    name: str | None = None,
 ) -> Variable:
     """``scale * x + bias``, or ``scale * (x + bias)`` where the bias does not come after the scale."""
     call = "scale"
@@ -254,14 +260,16 @@ def scale(
 
 
 @function()
-def cast(x: Variable, dtype: Any) -> Variable:
+def cast(x: Variable, dtype: Any, *, name: str | None = None) -> Variable:
     """``x`` as element type ``dtype``."""
     return as_type(x, element_type(dtype))
 
 
 # -- dropout ------------------------------------------------------------------------------------------------------
 @function("nn.dropout")
-def dropout(x: Variable, p: float = 0.5, training: bool = True, mode: str = "upscale_in_train") -> Variable:
+def dropout(
+    x: Variable, p: float = 0.5, training: bool = True, mode: str = "upscale_in_train", *, name: str | None = None
+) -> Variable:
     """Each element 0 with probability ``p``, else divided by 1 - p (Srivastava et al. 2014). ``0 <= p <= 1``.
 
     The mask is a hash of the program's seed and step, so a repeated run repeats it. A clone for testing, and

@@ -113,7 +113,7 @@ def _rows(call: str, table: Variable, x: Variable, padding: int | None, prefix: 
 
 @function()
 def functional_embedding(
-    x: Variable, weight: Variable, padding_idx: int | None = None, sparse: bool = False
+    x: Variable, weight: Variable, padding_idx: int | None = None, sparse: bool = False, *, name: str | None = None
 ) -> Variable:
     """Rows ``x`` (int64 or int32, any shape) of the table ``weight`` [rows, width]; see :func:`amp.nn.embedding`."""
     call = "embedding"
@@ -131,6 +131,8 @@ def functional_embedding_bag(
     mode: str = "mean",
     padding_idx: int | None = None,
     sparse: bool = False,
+    *,
+    name: str | None = None,
 ) -> Variable:
     """Sums, means or largest elements of rows of ``weight`` [rows, width]; see :func:`amp.nn.embedding_bag`."""
     call = "embedding_bag"

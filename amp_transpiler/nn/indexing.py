@@ -36,7 +36,7 @@ _COUNTED = ("bool", "float32", "int32", "int64")
 
 
 @function()
-def gather(x: Variable, index: Variable, axis: int | None = 0) -> Variable:
+def gather(x: Variable, index: Variable, axis: int | None = 0, *, name: str | None = None) -> Variable:
     """``x`` at the places ``index`` (int64 or int32, any shape) of dimension ``axis``."""
     call = "gather"
     variable(call, "index", index, dtypes=INTEGER)
@@ -45,7 +45,7 @@ def gather(x: Variable, index: Variable, axis: int | None = 0) -> Variable:
 
 
 @function()
-def index_select(x: Variable, index: Variable, axis: int = 0) -> Variable:
+def index_select(x: Variable, index: Variable, axis: int = 0, *, name: str | None = None) -> Variable:
     """As :func:`gather`, ``index`` being a vector."""
     call = "index_select"
     variable(call, "index", index, dtypes=INTEGER, rank=1)
@@ -53,7 +53,7 @@ def index_select(x: Variable, index: Variable, axis: int = 0) -> Variable:
 
 
 @function()
-def gather_nd(x: Variable, index: Variable) -> Variable:
+def gather_nd(x: Variable, index: Variable, *, name: str | None = None) -> Variable:
     """``x`` at the places ``index`` [.., k] (int64 or int32) of its first k dimensions."""
     call = "gather_nd"
     prefix = fresh(call)
@@ -62,7 +62,7 @@ def gather_nd(x: Variable, index: Variable) -> Variable:
 
 
 @function()
-def nonzero(x: Variable, as_tuple: bool = False) -> Variable | tuple[Variable, ...]:
+def nonzero(x: Variable, as_tuple: bool = False, *, name: str | None = None) -> Variable | tuple[Variable, ...]:
     """The places where ``x`` (bool, integers or float32) is not 0, in order: int64 [n, rank of ``x``].
 
     Data decide n, which a program is trained for as well; no gradient flows to ``x``. ``as_tuple``: for each dimension
@@ -79,7 +79,7 @@ def nonzero(x: Variable, as_tuple: bool = False) -> Variable | tuple[Variable, .
 
 
 @function()
-def masked_select(x: Variable, mask: Variable) -> Variable:
+def masked_select(x: Variable, mask: Variable, *, name: str | None = None) -> Variable:
     """The elements of ``x`` where ``mask`` (bool, of the same shape) is true, in order: [n]; data decide n."""
     call = "masked_select"
     variable(call, "x", x, min_rank=1)
@@ -96,6 +96,8 @@ def unique(
     return_counts: bool = False,
     axis: int | None = None,
     dtype: Any = "int64",
+    *,
+    name: str | None = None,
 ) -> Variable | tuple[Variable, ...]:
     """Each element of ``x`` once, ascending; with ``axis`` each slice along it. Data decide how many there are.
 
@@ -140,7 +142,7 @@ def _selected(call: str, x: Variable, mask: Variable) -> Variable:
 
 
 @function("nn.take_along_axis")
-def take_along_axis(arr: Variable, indices: Variable, axis: int) -> Variable:
+def take_along_axis(arr: Variable, indices: Variable, axis: int, *, name: str | None = None) -> Variable:
     """``arr`` at the places ``indices`` of dimension ``axis``, element by element.
 
     Both are of one rank; where one has a single element along another dimension, it is repeated as often as the other
@@ -173,7 +175,9 @@ def _int64(call: str, index: Variable, prefix: str) -> Variable:
 
 
 @function()
-def scatter(x: Variable, index: Variable, updates: Variable, overwrite: bool = True) -> Variable:
+def scatter(
+    x: Variable, index: Variable, updates: Variable, overwrite: bool = True, *, name: str | None = None
+) -> Variable:
     """``x`` with the rows at ``index`` [n] replaced by ``updates`` [n, …].
 
     With ``overwrite=False`` these rows start from 0 and all updates to one row are added.
@@ -190,7 +194,7 @@ def scatter(x: Variable, index: Variable, updates: Variable, overwrite: bool = T
 
 
 @function()
-def scatter_nd_add(x: Variable, index: Variable, updates: Variable) -> Variable:
+def scatter_nd_add(x: Variable, index: Variable, updates: Variable, *, name: str | None = None) -> Variable:
     """``x`` with ``updates`` added at the places ``index`` [.., k] (int64 or int32) of its first k dimensions."""
     call = "scatter_nd_add"
     prefix = fresh(call)
@@ -200,7 +204,7 @@ def scatter_nd_add(x: Variable, index: Variable, updates: Variable) -> Variable:
 
 
 @function("nn.one_hot")
-def one_hot(x: Variable, num_classes: int) -> Variable:
+def one_hot(x: Variable, num_classes: int, *, name: str | None = None) -> Variable:
     """float32 [shape of ``x``, num_classes]: 1 at the class that ``x`` (int64 or int32) names, 0 elsewhere."""
     call = "one_hot"
     variable(call, "x", x, dtypes=INTEGER)

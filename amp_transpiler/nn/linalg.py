@@ -9,7 +9,9 @@ from amp_transpiler.nn.calls import function
 
 
 @function()
-def matmul(x: Variable, y: Variable, transpose_x: bool = False, transpose_y: bool = False) -> Variable:
+def matmul(
+    x: Variable, y: Variable, transpose_x: bool = False, transpose_y: bool = False, *, name: str | None = None
+) -> Variable:
     """Matrix product over the last two dimensions, the others broadcast.
 
     ``transpose_x``, ``transpose_y``: swap the last two dimensions of that operand first. Both of one float type.
@@ -27,19 +29,19 @@ def matmul(x: Variable, y: Variable, transpose_x: bool = False, transpose_y: boo
 
 
 @function()
-def mm(x: Variable, y: Variable) -> Variable:
+def mm(x: Variable, y: Variable, *, name: str | None = None) -> Variable:
     """Matrix product, as :func:`matmul`."""
     return append("mm", "MatMul", [variable("mm", "x", x, min_rank=1), variable("mm", "y", y, min_rank=1)])
 
 
 @function()
-def bmm(x: Variable, y: Variable) -> Variable:
+def bmm(x: Variable, y: Variable, *, name: str | None = None) -> Variable:
     """Matrix product of each pair: [batch, m, k] times [batch, k, n]."""
     return append("bmm", "MatMul", [variable("bmm", "x", x, rank=3), variable("bmm", "y", y, rank=3)])
 
 
 @function()
-def dot(x: Variable, y: Variable) -> Variable:
+def dot(x: Variable, y: Variable, *, name: str | None = None) -> Variable:
     """The sum of x * y over the last dimension: of two vectors, a scalar; of [batch, n], [batch]."""
     call = "dot"
     rank = len(variable(call, "x", x, dtypes=FLOATING, min_rank=1).shape or ())
@@ -50,7 +52,7 @@ def dot(x: Variable, y: Variable) -> Variable:
 
 
 @function()
-def einsum(equation: str, *operands: Variable) -> Variable:
+def einsum(equation: str, *operands: Variable, name: str | None = None) -> Variable:
     """Einstein summation, as numpy's: ``einsum("bij,bjk->bik", a, b)``. Operands: float, of one type."""
     call = "einsum"
     if not isinstance(equation, str):
@@ -62,7 +64,7 @@ def einsum(equation: str, *operands: Variable) -> Variable:
 
 
 @function()
-def linear(x: Variable, weight: Variable, bias: Variable | None = None) -> Variable:
+def linear(x: Variable, weight: Variable, bias: Variable | None = None, *, name: str | None = None) -> Variable:
     """x @ weight + bias. ``x``: float [.., in]; ``weight`` [in, out] (torch's is transposed); ``bias`` [out]."""
     call = "linear"
     variable(call, "x", x, dtypes=FLOATING, min_rank=1)

@@ -29,7 +29,7 @@ def _alike(call: str, input: Variable, label: Variable, reduction: str) -> str:
 
 
 @function()
-def mse_loss(input: Variable, label: Variable, reduction: str = "mean") -> Variable:
+def mse_loss(input: Variable, label: Variable, reduction: str = "mean", *, name: str | None = None) -> Variable:
     """(input - label)**2, both float of one shape; ``reduction`` "mean", "sum" or "none"."""
     call = "mse_loss"
     prefix = _alike(call, input, label, reduction)
@@ -40,7 +40,7 @@ def mse_loss(input: Variable, label: Variable, reduction: str = "mean") -> Varia
 
 
 @function()
-def square_error_cost(input: Variable, label: Variable) -> Variable:
+def square_error_cost(input: Variable, label: Variable, *, name: str | None = None) -> Variable:
     """(input - label)**2, element by element."""
     return mse_loss(input, label, "none")
 
@@ -50,14 +50,16 @@ def _distance(call: str, input: Variable, label: Variable, prefix: str) -> Varia
 
 
 @function()
-def l1_loss(input: Variable, label: Variable, reduction: str = "mean") -> Variable:
+def l1_loss(input: Variable, label: Variable, reduction: str = "mean", *, name: str | None = None) -> Variable:
     """The absolute difference of two floats of one shape; ``reduction`` "mean", "sum" or "none"."""
     call = "l1_loss"
     return reduced(_distance(call, input, label, _alike(call, input, label, reduction)), reduction)
 
 
 @function()
-def smooth_l1_loss(input: Variable, label: Variable, reduction: str = "mean", delta: float = 1.0) -> Variable:
+def smooth_l1_loss(
+    input: Variable, label: Variable, reduction: str = "mean", delta: float = 1.0, *, name: str | None = None
+) -> Variable:
     """Half the square of the difference d up to ``delta``, then ``delta * abs(d) - delta**2 / 2`` (Huber 1964).
 
     Both float of one shape; ``reduction`` "mean", "sum" or "none".
@@ -81,6 +83,8 @@ def bce_with_logits(
     reduction: str = "mean",
     weight: Variable | None = None,
     pos_weight: Variable | None = None,
+    *,
+    name: str | None = None,
 ) -> Variable:
     """Sigmoid, then binary cross entropy: ``-label * log(p) - (1 - label) * log(1 - p)``, finite for every logit.
 
@@ -111,6 +115,8 @@ def binary_cross_entropy_with_logits(
     weight: Variable | None = None,
     reduction: str = "mean",
     pos_weight: Variable | None = None,
+    *,
+    name: str | None = None,
 ) -> Variable:
     """:func:`bce_with_logits`, with Paddle's order of arguments."""
     return bce_with_logits(logit, label, reduction, weight, pos_weight)
@@ -118,7 +124,12 @@ def binary_cross_entropy_with_logits(
 
 @function()
 def binary_cross_entropy(
-    input: Variable, label: Variable, weight: Variable | None = None, reduction: str = "mean"
+    input: Variable,
+    label: Variable,
+    weight: Variable | None = None,
+    reduction: str = "mean",
+    *,
+    name: str | None = None,
 ) -> Variable:
     """``-label * log(input) - (1 - label) * log(1 - input)``, the logarithm of 0 being -100, with gradient 0.
 
@@ -143,7 +154,7 @@ def binary_cross_entropy(
 
 
 @function()
-def kl_div(input: Variable, label: Variable, reduction: str = "mean") -> Variable:
+def kl_div(input: Variable, label: Variable, reduction: str = "mean", *, name: str | None = None) -> Variable:
     """Kullback-Leibler divergence of ``label`` from ``input``: ``label * (log(label) - input)``, 0 where label is 0.
 
     ``input``: float *logarithms* of probabilities (``log_softmax``). ``label``: float probabilities of the same

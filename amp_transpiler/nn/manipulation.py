@@ -35,7 +35,7 @@ def _ints(call: str, argument: str, values: Any, minimum: int | None = None) -> 
 
 
 @function()
-def reshape(x: Variable, shape: Sequence[int]) -> Variable:
+def reshape(x: Variable, shape: Sequence[int], *, name: str | None = None) -> Variable:
     """``x`` with these sizes; 0 keeps the size at that place, one -1 takes what is left."""
     call = "reshape"
     variable(call, "x", x)
@@ -65,7 +65,7 @@ def _check_count(call: str, x: Variable, sizes: np.ndarray) -> None:
 
 
 @function()
-def transpose(x: Variable, perm: Sequence[int]) -> Variable:
+def transpose(x: Variable, perm: Sequence[int], *, name: str | None = None) -> Variable:
     """Dimension ``i`` of the result is dimension ``perm[i]`` of ``x``."""
     call = "transpose"
     rank = len(variable(call, "x", x, min_rank=1).shape or ())
@@ -76,7 +76,7 @@ def transpose(x: Variable, perm: Sequence[int]) -> Variable:
 
 
 @function()
-def flatten(x: Variable, start_axis: int = 0, stop_axis: int = -1) -> Variable:
+def flatten(x: Variable, start_axis: int = 0, stop_axis: int = -1, *, name: str | None = None) -> Variable:
     """Merge the dimensions ``start_axis`` … ``stop_axis`` into one."""
     call = "flatten"
     rank = len(variable(call, "x", x, min_rank=1).shape or ())
@@ -90,7 +90,7 @@ def flatten(x: Variable, start_axis: int = 0, stop_axis: int = -1) -> Variable:
 
 
 @function()
-def squeeze(x: Variable, axis: int | Sequence[int] | None = None) -> Variable:
+def squeeze(x: Variable, axis: int | Sequence[int] | None = None, *, name: str | None = None) -> Variable:
     """Drop dimensions of size 1: these, or all that are known to be 1 where ``axis`` is None."""
     call = "squeeze"
     if axis is None:
@@ -101,7 +101,7 @@ def squeeze(x: Variable, axis: int | Sequence[int] | None = None) -> Variable:
 
 
 @function()
-def unsqueeze(x: Variable, axis: int | Sequence[int]) -> Variable:
+def unsqueeze(x: Variable, axis: int | Sequence[int], *, name: str | None = None) -> Variable:
     """Insert dimensions of size 1, one after the other: each of ``axis`` is a place in what those before it made."""
     call = "unsqueeze"
     variable(call, "x", x)
@@ -121,7 +121,7 @@ def _in_turn(call: str, x: Variable, places: list[int]) -> np.ndarray:
 
 
 @function()
-def concat(x: Sequence[Variable], axis: int = 0) -> Variable:
+def concat(x: Sequence[Variable], axis: int = 0, *, name: str | None = None) -> Variable:
     """Join variables of one element type along ``axis``; their other sizes are equal."""
     call = "concat"
     if not isinstance(x, (list, tuple)) or not x:
@@ -132,7 +132,9 @@ def concat(x: Sequence[Variable], axis: int = 0) -> Variable:
 
 
 @function()
-def split(x: Variable, num_or_sections: int | Sequence[int], axis: int = 0) -> list[Variable]:
+def split(
+    x: Variable, num_or_sections: int | Sequence[int], axis: int = 0, *, name: str | None = None
+) -> list[Variable]:
     """Cut ``x`` along ``axis`` into a number of equal parts, or into parts of these sizes (one may be -1)."""
     call = "split"
     axis = axis_of(call, axis, x)
@@ -153,7 +155,13 @@ def split(x: Variable, num_or_sections: int | Sequence[int], axis: int = 0) -> l
 
 @function()
 def slice(
-    x: Variable, axes: Sequence[int], starts: Sequence[int], ends: Sequence[int], steps: Sequence[int] | None = None
+    x: Variable,
+    axes: Sequence[int],
+    starts: Sequence[int],
+    ends: Sequence[int],
+    steps: Sequence[int] | None = None,
+    *,
+    name: str | None = None,
 ) -> Variable:
     """``x[start:end:step]`` on each of ``axes``, with python's meaning of negative and large numbers.
 
@@ -184,7 +192,13 @@ def reached(size: object, start: int, end: int, step: int) -> tuple[int, int]:
 
 @function()
 def strided_slice(
-    x: Variable, axes: Sequence[int], starts: Sequence[int], ends: Sequence[int], strides: Sequence[int]
+    x: Variable,
+    axes: Sequence[int],
+    starts: Sequence[int],
+    ends: Sequence[int],
+    strides: Sequence[int],
+    *,
+    name: str | None = None,
 ) -> Variable:
     """:func:`slice` with steps; to an end of -1 a negative one goes through the first element, as in Paddle."""
     call = "strided_slice"
@@ -195,13 +209,13 @@ def strided_slice(
 
 
 @function()
-def chunk(x: Variable, chunks: int, axis: int = 0) -> list[Variable]:
+def chunk(x: Variable, chunks: int, axis: int = 0, *, name: str | None = None) -> list[Variable]:
     """Cut ``x`` along ``axis`` into ``chunks`` equal parts."""
     return split(x, whole("chunk", "chunks", chunks), axis)
 
 
 @function()
-def stack(x: Sequence[Variable], axis: int = 0) -> Variable:
+def stack(x: Sequence[Variable], axis: int = 0, *, name: str | None = None) -> Variable:
     """Join variables of one shape and element type along a new dimension ``axis``."""
     call = "stack"
     if not isinstance(x, (list, tuple)) or not x:
@@ -218,7 +232,7 @@ def stack(x: Sequence[Variable], axis: int = 0) -> Variable:
 
 
 @function()
-def unstack(x: Variable, axis: int = 0, num: int | None = None) -> list[Variable]:
+def unstack(x: Variable, axis: int = 0, num: int | None = None, *, name: str | None = None) -> list[Variable]:
     """The pieces of ``x`` along ``axis``, whose size is known, without that dimension."""
     call = "unstack"
     at = axis_of(call, axis, x)
@@ -231,13 +245,13 @@ def unstack(x: Variable, axis: int = 0, num: int | None = None) -> list[Variable
 
 
 @function()
-def unbind(x: Variable, axis: int = 0) -> list[Variable]:
+def unbind(x: Variable, axis: int = 0, *, name: str | None = None) -> list[Variable]:
     """As :func:`unstack`."""
     return unstack(x, axis)
 
 
 @function()
-def expand(x: Variable, shape: Sequence[int]) -> Variable:
+def expand(x: Variable, shape: Sequence[int], *, name: str | None = None) -> Variable:
     """Repeat dimensions of size 1 to these sizes; -1 keeps one. New dimensions come in front."""
     call = "expand"
     variable(call, "x", x)
@@ -251,7 +265,7 @@ broadcast_to = expand
 
 
 @function()
-def expand_as(x: Variable, y: Variable) -> Variable:
+def expand_as(x: Variable, y: Variable, *, name: str | None = None) -> Variable:
     """``x`` repeated to the shape of ``y``."""
     call = "expand_as"
     prefix = fresh(call)
@@ -262,7 +276,7 @@ def expand_as(x: Variable, y: Variable) -> Variable:
 
 
 @function()
-def tile(x: Variable, repeat_times: Sequence[int]) -> Variable:
+def tile(x: Variable, repeat_times: Sequence[int], *, name: str | None = None) -> Variable:
     """Repeat ``x`` this often along each dimension; a shorter list counts for the last ones."""
     call = "tile"
     rank = len(variable(call, "x", x, min_rank=1).shape or ())
@@ -280,7 +294,7 @@ def tile(x: Variable, repeat_times: Sequence[int]) -> Variable:
 
 
 @function()
-def flip(x: Variable, axis: int | Sequence[int]) -> Variable:
+def flip(x: Variable, axis: int | Sequence[int], *, name: str | None = None) -> Variable:
     """Reverse the order along these dimensions."""
     call = "flip"
     axes = axes_of(call, axis, x)
@@ -289,7 +303,9 @@ def flip(x: Variable, axis: int | Sequence[int]) -> Variable:
 
 
 @function()
-def roll(x: Variable, shifts: int | Sequence[int], axis: int | Sequence[int] | None = None) -> Variable:
+def roll(
+    x: Variable, shifts: int | Sequence[int], axis: int | Sequence[int] | None = None, *, name: str | None = None
+) -> Variable:
     """Move elements ``shifts`` places on along ``axis``; what leaves at the end comes in at the front.
 
     Lists, of equal lengths, move along several dimensions. Without ``axis`` all elements move, in the order in which
@@ -324,13 +340,13 @@ def _triangle(call: str, x: Variable, diagonal: int, upper: int) -> Variable:
 
 
 @function()
-def tril(x: Variable, diagonal: int = 0) -> Variable:
+def tril(x: Variable, diagonal: int = 0, *, name: str | None = None) -> Variable:
     """``x`` with zeros above the ``diagonal`` of its last two dimensions."""
     return _triangle("tril", x, diagonal, 0)
 
 
 @function()
-def triu(x: Variable, diagonal: int = 0) -> Variable:
+def triu(x: Variable, diagonal: int = 0, *, name: str | None = None) -> Variable:
     """``x`` with zeros below the ``diagonal`` of its last two dimensions."""
     return _triangle("triu", x, diagonal, 1)
 
@@ -340,7 +356,13 @@ _MODES = {"constant": "constant", "reflect": "reflect", "replicate": "edge", "ci
 
 @function()
 def pad(
-    x: Variable, pad: int | Sequence[int], mode: str = "constant", value: float = 0.0, data_format: str = "NCHW"
+    x: Variable,
+    pad: int | Sequence[int],
+    mode: str = "constant",
+    value: float = 0.0,
+    data_format: str = "NCHW",
+    *,
+    name: str | None = None,
 ) -> Variable:
     """``x`` with elements added around it.
 

@@ -249,6 +249,8 @@ def functional_layer_norm(
     weight: Variable | None = None,
     bias: Variable | None = None,
     epsilon: float = 1e-5,
+    *,
+    name: str | None = None,
 ) -> Variable:
     """Layer normalisation over the last dimensions, which have the sizes ``normalized_shape``, as ``weight`` and
     ``bias`` have, where they are given."""

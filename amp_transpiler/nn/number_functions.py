@@ -19,7 +19,7 @@ from amp_transpiler.nn.reduction import Axis, max, min
 
 
 @function("nn.elementwise")
-def mod(x: Any, y: Any) -> Variable:
+def mod(x: Any, y: Any, *, name: str | None = None) -> Variable:
     """The remainder of ``x / y``, with the sign of ``y`` as python's, broadcast; one may be a number. Of floats it is
     ``x - floor(x / y) * y``."""
     call = "mod"
@@ -30,7 +30,7 @@ def mod(x: Any, y: Any) -> Variable:
 
 
 @function("nn.elementwise")
-def floor_divide(x: Any, y: Any) -> Variable:
+def floor_divide(x: Any, y: Any, *, name: str | None = None) -> Variable:
     """``x / y`` rounded down, as python's ``//``, broadcast; one of them may be a number. No gradient flows."""
     call = "floor_divide"
     like = x if isinstance(x, Variable) else y
@@ -46,44 +46,44 @@ def true_divide(x: Any, y: Any) -> Variable:
 
 
 @function()
-def isfinite(x: Variable) -> Variable:
+def isfinite(x: Variable, *, name: str | None = None) -> Variable:
     """True where ``x`` (float) is neither infinite nor NaN."""
     return logical_not(logical_or(isnan(x), isinf(x)))
 
 
 @function("nn.reduction")
-def any(x: Variable, axis: Axis = None, keepdim: bool = False) -> Variable:
+def any(x: Variable, axis: Axis = None, keepdim: bool = False, *, name: str | None = None) -> Variable:
     """Whether any element of ``x`` (bool) is True, over ``axis`` (one or several), or over everything."""
     return cast(max(cast(variable("any", "x", x, dtypes=("bool",)), "int32"), axis, keepdim), "bool")
 
 
 @function("nn.reduction")
-def all(x: Variable, axis: Axis = None, keepdim: bool = False) -> Variable:
+def all(x: Variable, axis: Axis = None, keepdim: bool = False, *, name: str | None = None) -> Variable:
     """Whether every element of ``x`` (bool) is True, over ``axis`` (one or several), or over everything."""
     return cast(min(cast(variable("all", "x", x, dtypes=("bool",)), "int32"), axis, keepdim), "bool")
 
 
 @function("nn.elementwise")
-def equal_all(x: Variable, y: Variable) -> Variable:
+def equal_all(x: Variable, y: Variable, *, name: str | None = None) -> Variable:
     """Whether both, of one shape, are the same in every element: bool of shape []."""
     return all(equal(x, y))
 
 
 @function()
-def numel(x: Variable) -> Variable:
+def numel(x: Variable, *, name: str | None = None) -> Variable:
     """How many elements ``x`` has in this run: int64 of shape []."""
     return append("numel", "Size", [variable("numel", "x", x)])
 
 
 @function()
-def shape(x: Variable) -> Variable:
+def shape(x: Variable, *, name: str | None = None) -> Variable:
     """The sizes of ``x`` in this run: int64 of shape [rank of ``x``]. What is known of them while building is
     ``x.shape``."""
     return append("shape", "Shape", [variable("shape", "x", x)])
 
 
 @function()
-def linspace(start: float, stop: float, num: int, dtype: Any = "float32") -> Variable:
+def linspace(start: float, stop: float, num: int, dtype: Any = "float32", *, name: str | None = None) -> Variable:
     """``num`` numbers at equal distances, from ``start`` to ``stop`` and with both."""
     call = "linspace"
     first, last = real(call, "start", start), real(call, "stop", stop)
@@ -93,14 +93,14 @@ def linspace(start: float, stop: float, num: int, dtype: Any = "float32") -> Var
 
 
 @function("nn.elementwise")
-def outer(x: Variable, y: Variable) -> Variable:
+def outer(x: Variable, y: Variable, *, name: str | None = None) -> Variable:
     """The products of each element of the vector ``x`` [n] with each of ``y`` [m]: [n, m]."""
     call = "outer"
     return unsqueeze(variable(call, "x", x, rank=1), 1) * unsqueeze(variable(call, "y", y, rank=1), 0)
 
 
 @function()
-def t(x: Variable) -> Variable:
+def t(x: Variable, *, name: str | None = None) -> Variable:
     """A matrix transposed; a vector, and a scalar, as it is."""
     rank = len(variable("t", "x", x).shape or ())
     if rank > 2:
@@ -109,7 +109,7 @@ def t(x: Variable) -> Variable:
 
 
 @function()
-def sequence_mask(x: Variable, maxlen: int, dtype: Any = "int64") -> Variable:
+def sequence_mask(x: Variable, maxlen: int, dtype: Any = "int64", *, name: str | None = None) -> Variable:
     """1 at the first ``x`` places of ``maxlen``, 0 behind them. ``x``: lengths, int64 or int32 of any shape; the result
     has a dimension of size ``maxlen`` more, and the element type ``dtype``."""
     call = "sequence_mask"

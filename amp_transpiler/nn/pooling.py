@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.nn.building import append, constant, flag, fresh, real
-from amp_transpiler.nn.calls import function
+from amp_transpiler.nn.calls import function, member
 from amp_transpiler.nn.windows import Image, Padding, Sizes, check_fit, image, numbers, padding, per_axis
 
 
@@ -45,82 +45,79 @@ def _pool(
     return at.as_given(append(call, type_, [at.channels_first(prefix)], attrs=attrs, prefix=prefix), prefix)
 
 
-def _max_pool(rank: int) -> Callable[..., Variable]:
-    call = f"max_pool{rank}d"
+def _max_pool(
+    rank: int,
+    x: Variable,
+    kernel_size: Sizes,
+    stride: Sizes | None = None,
+    padding: Padding = 0,
+    ceil_mode: bool = False,
+    data_format: str | None = None,
+    *,
+    name: str | None = None,
+) -> Variable:
+    """Maximum over windows. ``stride``: the kernel's size by default.
 
-    def called(
-        x: Variable,
-        kernel_size: Sizes,
-        stride: Sizes | None = None,
-        padding: Padding = 0,
-        ceil_mode: bool = False,
-        data_format: str | None = None,
-    ) -> Variable:
-        return _pool(call, "MaxPool", rank, x, kernel_size, stride, padding, ceil_mode, data_format)
-
-    called.__name__ = called.__qualname__ = call
-    called.__doc__ = (
-        "Maximum over windows. ``stride``: the kernel's size by default.\n\n"
-        "    ``padding``: one integer, one for each axis, two for each axis (before, behind, before, …),\n"
-        '    "SAME" or "VALID". ``ceil_mode``: count windows that reach over the edge.'
-    )
-    return function("nn.max_pool")(called)
+    ``padding``: one integer, one for each axis, two for each axis (before, behind, before, …),
+    "SAME" or "VALID". ``ceil_mode``: count windows that reach over the edge.
+    """
+    return _pool(f"max_pool{rank}d", "MaxPool", rank, x, kernel_size, stride, padding, ceil_mode, data_format)
 
 
-def _avg_pool(rank: int) -> Callable[..., Variable]:
+def _avg_pool(
+    rank: int,
+    x: Variable,
+    kernel_size: Sizes,
+    stride: Sizes | None = None,
+    padding: Padding = 0,
+    ceil_mode: bool = False,
+    exclusive: bool = True,
+    divisor_override: float | None = None,
+    data_format: str | None = None,
+    *,
+    name: str | None = None,
+) -> Variable:
+    """Mean over windows; arguments as :func:`max_pool{0}d`.
+
+    ``exclusive``: padding does not count as elements. ``divisor_override``: divide each window's sum by this.
+    """
     call = f"avg_pool{rank}d"
-
-    def called(
-        x: Variable,
-        kernel_size: Sizes,
-        stride: Sizes | None = None,
-        padding: Padding = 0,
-        ceil_mode: bool = False,
-        exclusive: bool = True,
-        divisor_override: float | None = None,
-        data_format: str | None = None,
-    ) -> Variable:
-        include = int(not flag(call, "exclusive", exclusive))
-        if divisor_override is None:
-            return _pool(
-                call,
-                "AveragePool",
-                rank,
-                x,
-                kernel_size,
-                stride,
-                padding,
-                ceil_mode,
-                data_format,
-                count_include_pad=include,
-            )
+    include = int(not flag(call, "exclusive", exclusive))
+    if divisor_override is not None:
         if ceil_mode:
             raise ArgumentError(f"{call}: divisor_override goes with whole windows, not with ceil_mode")
         divisor = real(call, "divisor_override", divisor_override)
-        y = _pool(call, "AveragePool", rank, x, kernel_size, stride, padding, False, data_format, count_include_pad=1)
-        size = math.prod(numbers(call, "kernel_size", kernel_size, rank))
-        return append(call, "Mul", [y, constant(y, size / divisor)])
-
-    called.__name__ = called.__qualname__ = call
-    called.__doc__ = (
-        f"Mean over windows; arguments as :func:`max_pool{rank}d`.\n\n    ``exclusive``: padding does not count as "
-        "elements. ``divisor_override``: divide each window's sum by this."
+        include = 1
+    y = _pool(
+        call,
+        "AveragePool",
+        rank,
+        x,
+        kernel_size,
+        stride,
+        padding,
+        ceil_mode,
+        data_format,
+        count_include_pad=include,
     )
-    return function()(called)
+    if divisor_override is None:
+        return y
+    size = math.prod(numbers(call, "kernel_size", kernel_size, rank))
+    return append(call, "Mul", [y, constant(y, size / divisor)])
 
 
-max_pool1d, max_pool2d, max_pool3d = (_max_pool(rank) for rank in (1, 2, 3))
-avg_pool1d, avg_pool2d, avg_pool3d = (_avg_pool(rank) for rank in (1, 2, 3))
+max_pool1d, max_pool2d, max_pool3d = (member(_max_pool, rank, f"max_pool{rank}d", "nn.max_pool") for rank in (1, 2, 3))
+avg_pool1d, avg_pool2d, avg_pool3d = (member(_avg_pool, rank, f"avg_pool{rank}d") for rank in (1, 2, 3))
 
 
 @function()
-def global_avg_pool2d(x: Variable) -> Variable:
+def global_avg_pool2d(x: Variable, *, name: str | None = None) -> Variable:
     """Mean over the whole image: [batch, channels, 1, 1]."""
     return append("global_avg_pool2d", "GlobalAveragePool", [image("global_avg_pool2d", x, 2).x])
 
 
 @function()
-def global_max_pool2d(x: Variable) -> Variable:
+def global_max_pool2d(x: Variable, *, name: str | None = None) -> Variable:
     """Maximum over the whole image: [batch, channels, 1, 1]."""
     return append("global_max_pool2d", "GlobalMaxPool", [image("global_max_pool2d", x, 2).x])
 
@@ -215,24 +212,41 @@ def _axis_maximum(call: str, x: Variable, axis: int, size: int, out: int, prefix
     return append(call, "Concat", pieces, attrs={"axis": axis}, prefix=prefix)
 
 
-def _adaptive_pool(kind: str, rank: int) -> Callable[..., Variable]:
-    call = f"adaptive_{kind}_pool{rank}d"
+class _Adaptive(NamedTuple):
+    kind: str
+    rank: int
 
-    def called(x: Variable, output_size: int | Sequence[int | None] = 1, data_format: str | None = None) -> Variable:
-        return _adaptive(call, kind == "avg", rank, x, output_size, data_format)
+    @property
+    def name(self) -> str:
+        return f"adaptive_{self.kind}_pool{self.rank}d"
 
-    called.__name__ = called.__qualname__ = call
-    what = "Mean" if kind == "avg" else "Maximum"
-    called.__doc__ = (
-        f"{what} over windows that give ``output_size``; all of the image by default.\n\n"
-        "    Window i of an axis reaches from floor(i * size / out) to ceil((i + 1) * size / out). ``output_size``:\n"
-        "    one integer or one for each axis, None to keep one. Sizes are known, unless the image is one window."
-    )
-    return function(*(["nn.max_pool"] if kind == "max" else []))(called)
+    @property
+    def text(self) -> str:
+        return "Mean" if self.kind == "avg" else "Maximum"
 
 
-adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = (_adaptive_pool("avg", rank) for rank in (1, 2, 3))
-adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = (_adaptive_pool("max", rank) for rank in (1, 2, 3))
+def _adaptive_pool(
+    kind: _Adaptive,
+    x: Variable,
+    output_size: int | Sequence[int | None] = 1,
+    data_format: str | None = None,
+    *,
+    name: str | None = None,
+) -> Variable:
+    """{0.text} over windows that give ``output_size``; all of the image by default.
+
+    Window i of an axis reaches from floor(i * size / out) to ceil((i + 1) * size / out). ``output_size``:
+    one integer or one for each axis, None to keep one. Sizes are known, unless the image is one window.
+    """
+    return _adaptive(kind.name, kind.kind == "avg", kind.rank, x, output_size, data_format)
+
+
+adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = (
+    member(_adaptive_pool, kind, kind.name) for kind in (_Adaptive("avg", rank) for rank in (1, 2, 3))
+)
+adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = (
+    member(_adaptive_pool, kind, kind.name, "nn.max_pool") for kind in (_Adaptive("max", rank) for rank in (1, 2, 3))
+)
 
 
 @paddle_arguments("nn.input", "nn.cudnn")

@@ -14,7 +14,7 @@ from amp_transpiler.nn.reduction import norm
 
 
 @function()
-def log_loss(input: Variable, label: Variable, epsilon: float = 1e-4) -> Variable:
+def log_loss(input: Variable, label: Variable, epsilon: float = 1e-4, *, name: str | None = None) -> Variable:
     """``-label * log(input + epsilon) - (1 - label) * log(1 - input + epsilon)``, element by element.
 
     ``input``: float probabilities; ``label``: float in [0, 1] of the same shape. See also ``binary_cross_entropy``.
@@ -30,7 +30,13 @@ def log_loss(input: Variable, label: Variable, epsilon: float = 1e-4) -> Variabl
 
 @function()
 def margin_ranking_loss(
-    input: Variable, other: Variable, label: Variable, margin: float = 0.0, reduction: str = "mean"
+    input: Variable,
+    other: Variable,
+    label: Variable,
+    margin: float = 0.0,
+    reduction: str = "mean",
+    *,
+    name: str | None = None,
 ) -> Variable:
     """``max(0, margin - label * (input - other))``: where ``label`` is 1, ``input`` is to be larger, where -1, smaller.
 
@@ -53,6 +59,8 @@ def triplet_margin_loss(
     epsilon: float = 1e-6,
     swap: bool = False,
     reduction: str = "mean",
+    *,
+    name: str | None = None,
 ) -> Variable:
     """``max(0, d(input, positive) - d(input, negative) + margin)`` (Balntas et al. 2016).
 
@@ -83,6 +91,8 @@ def sigmoid_focal_loss(
     alpha: float = 0.25,
     gamma: float = 2.0,
     reduction: str = "sum",
+    *,
+    name: str | None = None,
 ) -> Variable:
     """Binary cross entropy of logits times ``alpha_t * (1 - p_t)**gamma`` (Lin et al. 2017), over ``normalizer``.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from amp_transpiler.nn.building import (
     variable,
     whole,
 )
-from amp_transpiler.nn.calls import function
+from amp_transpiler.nn.calls import function, member
 
 Axis = int | Sequence[int] | None
 
@@ -41,28 +41,46 @@ def _reduce(call: str, type_: str, x: Variable, axis: Axis, keepdim: bool, prefi
     return append(call, type_, inputs, attrs={"keepdims": int(flag(call, "keepdim", keepdim))}, prefix=prefix)
 
 
-def _reduction(name: str, type_: str, text: str) -> Callable[..., Variable]:
-    def called(x: Variable, axis: Axis = None, keepdim: bool = False, dtype: Any = None) -> Variable:
-        return _reduce(name, type_, as_type(x, dtype), axis, keepdim)
+class _Reduction(NamedTuple):
+    name: str
+    type: str
+    text: str
 
-    called.__name__ = called.__qualname__ = name
-    called.__doc__ = (
-        f"{text} over ``axis`` (one or several); over everything, to a scalar of shape [], where it is None.\n\n"
-        "    ``keepdim``: keep the reduced dimensions, with size 1. ``dtype``: what ``x`` is cast to first."
+
+def _reduction(
+    kind: _Reduction,
+    x: Variable,
+    axis: Axis = None,
+    keepdim: bool = False,
+    dtype: Any = None,
+    *,
+    name: str | None = None,
+) -> Variable:
+    """{0.text} over ``axis`` (one or several); over everything, to a scalar of shape [], where it is None.
+
+    ``keepdim``: keep the reduced dimensions, with size 1. ``dtype``: what ``x`` is cast to first.
+    """
+    return _reduce(kind.name, kind.type, as_type(x, dtype), axis, keepdim)
+
+
+_EXTREME = "(equal ones share the gradient; the CPU kernel may pass over NaN)"
+mean, sum, max, min, prod, logsumexp = (
+    member(_reduction, kind, kind.name, "nn.reduction")
+    for kind in (
+        _Reduction("mean", "ReduceMean", "Mean"),
+        _Reduction("sum", "ReduceSum", "Sum"),
+        _Reduction("max", "ReduceMax", f"Maximum {_EXTREME}"),
+        _Reduction("min", "ReduceMin", f"Minimum {_EXTREME}"),
+        _Reduction("prod", "ReduceProd", "Product"),
+        _Reduction("logsumexp", "ReduceLogSumExp", "Logarithm of the sum of exp(x)"),
     )
-    return function("nn.reduction")(called)
-
-
-mean = _reduction("mean", "ReduceMean", "Mean")
-sum = _reduction("sum", "ReduceSum", "Sum")
-max = _reduction("max", "ReduceMax", "Maximum (equal ones share the gradient; the CPU kernel may pass over NaN)")
-min = _reduction("min", "ReduceMin", "Minimum (equal ones share the gradient; the CPU kernel may pass over NaN)")
-prod = _reduction("prod", "ReduceProd", "Product")
-logsumexp = _reduction("logsumexp", "ReduceLogSumExp", "Logarithm of the sum of exp(x)")
+)
 
 
 @function("nn.reduction")
-def var(x: Variable, axis: Axis = None, unbiased: bool = True, keepdim: bool = False) -> Variable:
+def var(
+    x: Variable, axis: Axis = None, unbiased: bool = True, keepdim: bool = False, *, name: str | None = None
+) -> Variable:
     """Variance over ``axis``, or over everything: the sum of squared deviations over N - 1, or N if not ``unbiased``.
 
     ``x``: float; where ``unbiased``, the sizes of the axes are known.
@@ -100,7 +118,9 @@ def _count(call: str, x: Variable, axes: list[int]) -> int:
 
 
 @function("nn.reduction")
-def std(x: Variable, axis: Axis = None, unbiased: bool = True, keepdim: bool = False) -> Variable:
+def std(
+    x: Variable, axis: Axis = None, unbiased: bool = True, keepdim: bool = False, *, name: str | None = None
+) -> Variable:
     """Square root of :func:`var`; of elements that are all alike it is 0, and so is its gradient.
 
     In 16-bit programs it is the length of the deviations over a number, and fits where the variance does not.
@@ -120,7 +140,9 @@ def std(x: Variable, axis: Axis = None, unbiased: bool = True, keepdim: bool = F
 
 
 @function("nn.reduction")
-def norm(x: Variable, p: float | str = 2, axis: Axis = None, keepdim: bool = False) -> Variable:
+def norm(
+    x: Variable, p: float | str = 2, axis: Axis = None, keepdim: bool = False, *, name: str | None = None
+) -> Variable:
     """``sum(|x|**p)**(1/p)`` over ``axis``, or over everything: a vector's ``p``-norm. ``x``: float.
 
     ``p``: 1 or more, "fro" for 2, infinity for the largest absolute value, -infinity for the smallest. In 16-bit
@@ -165,7 +187,9 @@ def _power(call: str, p: Any) -> float:
 
 
 @function()
-def normalize(x: Variable, p: float | str = 2, axis: int = 1, epsilon: float = 1e-12) -> Variable:
+def normalize(
+    x: Variable, p: float | str = 2, axis: int = 1, epsilon: float = 1e-12, *, name: str | None = None
+) -> Variable:
     """``x`` over its :func:`norm` along ``axis``, which counts as at least ``epsilon``; zeros stay zeros."""
     call = "normalize"
     at = axis_of(call, axis, variable(call, "x", x, dtypes=FLOATING))
@@ -189,7 +213,9 @@ def _or_one(call: str, size: Variable, prefix: str) -> Variable:
 
 
 @function()
-def cosine_similarity(x1: Variable, x2: Variable, axis: int = 1, eps: float = 1e-8) -> Variable:
+def cosine_similarity(
+    x1: Variable, x2: Variable, axis: int = 1, eps: float = 1e-8, *, name: str | None = None
+) -> Variable:
     """The sum of x1 * x2 along ``axis`` over the product of their norms, which counts as at least ``eps``."""
     call = "cosine_similarity"
     variable(call, "x1", x1, dtypes=FLOATING)
@@ -219,13 +245,17 @@ def _extreme_place(call: str, type_: str, x: Variable, axis: int | None, keepdim
 
 
 @function("nn.reduction")
-def argmax(x: Variable, axis: int | None = None, keepdim: bool = False, dtype: Any = "int64") -> Variable:
+def argmax(
+    x: Variable, axis: int | None = None, keepdim: bool = False, dtype: Any = "int64", *, name: str | None = None
+) -> Variable:
     """The place of the first maximum along ``axis``; in ``x`` laid out flat where it is None."""
     return _extreme_place("argmax", "ArgMax", x, axis, keepdim, dtype)
 
 
 @function("nn.reduction")
-def argmin(x: Variable, axis: int | None = None, keepdim: bool = False, dtype: Any = "int64") -> Variable:
+def argmin(
+    x: Variable, axis: int | None = None, keepdim: bool = False, dtype: Any = "int64", *, name: str | None = None
+) -> Variable:
     """The place of the first minimum along ``axis``; in ``x`` laid out flat where it is None."""
     return _extreme_place("argmin", "ArgMin", x, axis, keepdim, dtype)
 
@@ -236,7 +266,9 @@ def _ordered(call: str, x: Variable, k: int, axis: int, largest: bool, in_order:
 
 
 @function()
-def topk(x: Variable, k: int, axis: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Variable, Variable]:
+def topk(
+    x: Variable, k: int, axis: int = -1, largest: bool = True, sorted: bool = True, *, name: str | None = None
+) -> tuple[Variable, Variable]:
     """The ``k`` largest (or smallest) along ``axis``, and their int64 places there; ``sorted``: the first ones first.
 
     ``x``: float or integer. The gradient goes to the elements taken.
@@ -252,21 +284,21 @@ def topk(x: Variable, k: int, axis: int = -1, largest: bool = True, sorted: bool
 
 
 @function()
-def sort(x: Variable, axis: int = -1, descending: bool = False) -> Variable:
+def sort(x: Variable, axis: int = -1, descending: bool = False, *, name: str | None = None) -> Variable:
     """``x`` in order along ``axis``, whose size is known."""
     at = axis_of("sort", axis, x)
     return _ordered("sort", x, fixed("sort", "x", x, at), at, flag("sort", "descending", descending), True)[0]
 
 
 @function()
-def argsort(x: Variable, axis: int = -1, descending: bool = False) -> Variable:
+def argsort(x: Variable, axis: int = -1, descending: bool = False, *, name: str | None = None) -> Variable:
     """The int64 places that put ``x`` in order along ``axis``, whose size is known."""
     at = axis_of("argsort", axis, x)
     return _ordered("argsort", x, fixed("argsort", "x", x, at), at, flag("argsort", "descending", descending), True)[1]
 
 
 @function()
-def cumsum(x: Variable, axis: int | None = None, dtype: Any = None) -> Variable:
+def cumsum(x: Variable, axis: int | None = None, dtype: Any = None, *, name: str | None = None) -> Variable:
     """The sum of everything up to each element along ``axis``; of ``x`` laid out flat where it is None."""
     call = "cumsum"
     x = as_type(variable(call, "x", x), dtype)
@@ -277,7 +309,7 @@ def cumsum(x: Variable, axis: int | None = None, dtype: Any = None) -> Variable:
 
 
 @function()
-def cumprod(x: Variable, dim: int | None = None, dtype: Any = None) -> Variable:
+def cumprod(x: Variable, dim: int | None = None, dtype: Any = None, *, name: str | None = None) -> Variable:
     """The product of everything up to each element along ``dim``; of ``x`` laid out flat where it is None.
 
     The size of that dimension is known. Gradients are right beside zeros too. Products of neighbours are multiplied,

@@ -45,6 +45,8 @@ def interpolate(
     align_corners: bool = False,
     align_mode: int = 0,
     data_format: str | None = None,
+    *,
+    name: str | None = None,
 ) -> Variable:
     """An image resized to ``size``, or by ``scale_factor``, along each of its axes.
 
@@ -112,7 +114,7 @@ upsample = interpolate
 
 
 @function()
-def pixel_shuffle(x: Variable, upscale_factor: int, data_format: str = "NCHW") -> Variable:
+def pixel_shuffle(x: Variable, upscale_factor: int, data_format: str = "NCHW", *, name: str | None = None) -> Variable:
     """[batch, channels * r * r, height, width] as [batch, channels, height * r, width * r] (Shi et al. 2016).
 
     r is ``upscale_factor``; element (i, j) of a block comes from channel c * r * r + i * r + j.
@@ -128,7 +130,13 @@ def pixel_shuffle(x: Variable, upscale_factor: int, data_format: str = "NCHW") -
 
 @function()
 def grid_sample(
-    x: Variable, grid: Variable, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool = True
+    x: Variable,
+    grid: Variable,
+    mode: str = "bilinear",
+    padding_mode: str = "zeros",
+    align_corners: bool = True,
+    *,
+    name: str | None = None,
 ) -> Variable:
     """Elements of an image at the places of ``grid``, -1 to 1 from one end of an axis to the other.
 
@@ -148,7 +156,15 @@ def grid_sample(
 
 
 @function()
-def unfold(x: Variable, kernel_sizes: Pair, strides: Pair = 1, paddings: Pair = 0, dilations: Pair = 1) -> Variable:
+def unfold(
+    x: Variable,
+    kernel_sizes: Pair,
+    strides: Pair = 1,
+    paddings: Pair = 0,
+    dilations: Pair = 1,
+    *,
+    name: str | None = None,
+) -> Variable:
     """The windows of an image, as columns: [batch, channels * height * width of a window, windows].
 
     ``x``: float [batch, channels, height, width]. Sizes: one number for both axes, or two; ``paddings`` also four (top,

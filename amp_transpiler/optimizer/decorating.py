@@ -12,7 +12,7 @@ from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.optimizer.accumulation import Accumulation
 from amp_transpiler.optimizer.amp_optimizer import OptimizerWithMixedPrecision
 from amp_transpiler.optimizer.groups import number
-from amp_transpiler.optimizer.levels import with_levels
+from amp_transpiler.optimizer.levels import by_level, with_levels
 from amp_transpiler.optimizer.loss_scaling import scaling_attributes
 from amp_transpiler.optimizer.scaler import LossScaler
 from amp_transpiler.optimizer.update_rule import UpdateRule
@@ -22,7 +22,7 @@ _DEFAULT_SCALE = 2.0**15
 _DEFAULT_STEPS = {"incr_every_n_steps": 1000, "decr_every_n_nan_or_inf": 2, "incr_ratio": 2.0, "decr_ratio": 0.8}
 
 
-@with_levels
+@with_levels(by_level)
 @paddle_arguments("decorate")
 def decorate(
     optimizer: UpdateRule | Sequence[UpdateRule],

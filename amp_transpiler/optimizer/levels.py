@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, cast, overload
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.types import element_type
 from amp_transpiler.lists import AutoMixedPrecisionLists
+from amp_transpiler.optimizer.scaler import LossScaler
 from amp_transpiler.optimizer.update_rule import UpdateRule
 from amp_transpiler.option_checks import switch
 
-Decorate = TypeVar("Decorate", bound=Callable[..., Any])
+One = ParamSpec("One")
+Other = ParamSpec("Other")
+Decorated = TypeVar("Decorated", covariant=True)
 #: Keywords that stand in one of the two signatures alone.
 _OURS = {"use_pure_fp16", "use_fp16_guard", "use_bf16"}
 _LEVELS = {"level", "master_weight", "master_grad", "use_amp_guard"}
@@ -25,8 +28,28 @@ _SCALING = {
 }
 
 
-def with_levels(decorate: Decorate) -> Decorate:
-    """Let ``decorate`` take Paddle's signature with ``level`` too.
+class InTwoWays(Protocol[One, Other, Decorated]):
+    """The type of a function that takes two signatures."""
+
+    @overload
+    def __call__(self, *args: One.args, **kwargs: One.kwargs) -> Decorated: ...
+    @overload
+    def __call__(self, *args: Other.args, **kwargs: Other.kwargs) -> Decorated: ...
+
+
+class _Ours(TypedDict, total=False):
+    """What ``decorate`` takes beside either signature of Paddle's."""
+
+    scaler: LossScaler | None
+    accumulate_steps: int
+    numeric_guards: bool | None
+    allreduce_precision: str | None
+
+
+def with_levels(
+    by_level: Callable[Other, tuple[dict[str, Any], list[UpdateRule]]],
+) -> Callable[[Callable[One, Decorated]], InTwoWays[One, Other, Decorated]]:
+    """Let ``decorate`` take Paddle's signature with ``level`` too, which ``by_level`` turns into ours.
 
     That is ``decorate(optimizer, amp_lists=None, level="O1", dtype="float16", master_weight=None, master_grad=False,
     init_loss_scaling=2**16, incr_every_n_steps=2000, decr_every_n_nan_or_inf=1, incr_ratio=2.0, decr_ratio=0.5,
@@ -34,37 +57,40 @@ def with_levels(decorate: Decorate) -> Decorate:
     argument is a string, or a keyword is given that it alone has. ``use_bf16=True`` is ``dtype="bfloat16"``.
     """
 
-    @wraps(decorate)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not kwargs.keys() & _LEVELS and not (len(args) > 2 and isinstance(args[2], str)):
-            if switch("decorate: use_bf16", kwargs.pop("use_bf16", False)):
-                if element_type(kwargs.setdefault("dtype", "bfloat16")) != "bfloat16":
-                    raise ArgumentError(f"decorate: use_bf16=True and dtype={kwargs['dtype']!r}; give one of them")
-            return decorate(*args, **kwargs)
-        mixed = sorted(kwargs.keys() & _OURS)
-        if mixed:
-            raise ArgumentTypeError(
-                f"decorate: {mixed[0]} belongs to the other of Paddle's two signatures; with level "
-                "say level='O2', use_amp_guard=True or dtype='bfloat16'"
-            )
-        keywords, masters = _by_level(*args, **kwargs)
-        try:
-            for one in masters:
-                one.multi_precision = True
-            return decorate(**keywords)
-        except BaseException:
-            for one in masters:
-                one.multi_precision = False
-            raise
+    def carry(decorate: Callable[..., Decorated]) -> Callable[..., Decorated]:
+        @wraps(decorate)
+        def call(*args: Any, **kwargs: Any) -> Decorated:
+            if not kwargs.keys() & _LEVELS and not (len(args) > 2 and isinstance(args[2], str)):
+                if switch("decorate: use_bf16", kwargs.pop("use_bf16", False)):
+                    if element_type(kwargs.setdefault("dtype", "bfloat16")) != "bfloat16":
+                        raise ArgumentError(f"decorate: use_bf16=True and dtype={kwargs['dtype']!r}; give one of them")
+                return decorate(*args, **kwargs)
+            mixed = sorted(kwargs.keys() & _OURS)
+            if mixed:
+                raise ArgumentTypeError(
+                    f"decorate: {mixed[0]} belongs to the other of Paddle's two signatures; with level "
+                    "say level='O2', use_amp_guard=True or dtype='bfloat16'"
+                )
+            keywords, masters = by_level(*args, **kwargs)
+            try:
+                for one in masters:
+                    one.multi_precision = True
+                return decorate(**keywords)
+            except BaseException:
+                for one in masters:
+                    one.multi_precision = False
+                raise
 
-    return cast(Decorate, call)
+        return call
+
+    return cast(Callable[[Callable[One, Decorated]], InTwoWays[One, Other, Decorated]], carry)
 
 
-def _by_level(
-    optimizer: Any = None,
-    amp_lists: Any = None,
+def by_level(
+    optimizer: UpdateRule | Sequence[UpdateRule] | None = None,  # decorate says what is missing
+    amp_lists: AutoMixedPrecisionLists | None = None,
     level: str = "O1",
-    dtype: Any = "float16",
+    dtype: str = "float16",
     master_weight: bool | None = None,
     master_grad: bool = False,
     init_loss_scaling: float = 2.0**16,
@@ -75,7 +101,7 @@ def _by_level(
     use_dynamic_loss_scaling: bool | None = None,
     use_amp_guard: bool = False,
     use_promote: bool = False,
-    **ours: Any,
+    **ours: Unpack[_Ours],
 ) -> tuple[dict[str, Any], list[UpdateRule]]:
     """Our keywords for a call by level, and the optimizers that get masters.
 
@@ -100,14 +126,9 @@ def _by_level(
             strict=True,
         )
     )
-    # bfloat16 is scaled where numbers say so alone; a scaler has numbers of its own.
-    if scaling != _SCALING or (element_type(dtype) != "bfloat16" and ours.get("scaler") is None):
-        ours |= scaling
-    if use_dynamic_loss_scaling is not None:
-        ours["use_dynamic_loss_scaling"] = use_dynamic_loss_scaling
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     masters = [one for one in given if isinstance(one, UpdateRule) and not one.multi_precision]
-    keywords = {
+    keywords: dict[str, Any] = {
         "optimizer": optimizer,
         "amp_lists": amp_lists,
         "dtype": dtype,
@@ -116,10 +137,15 @@ def _by_level(
         "use_promote": use_promote,
         **ours,
     }
+    # bfloat16 is scaled where numbers say so alone; a scaler has numbers of its own.
+    if scaling != _SCALING or (element_type(dtype) != "bfloat16" and ours.get("scaler") is None):
+        keywords |= scaling
+    if use_dynamic_loss_scaling is not None:
+        keywords["use_dynamic_loss_scaling"] = use_dynamic_loss_scaling
     return keywords, masters if master_weight is not False else []
 
 
-def _white_alone(amp_lists: Any, dtype: Any) -> AutoMixedPrecisionLists:
+def _white_alone(amp_lists: AutoMixedPrecisionLists | None, dtype: str) -> AutoMixedPrecisionLists:
     if amp_lists is not None:
         raise ArgumentError(
             "decorate: level 'OD' runs the default white operators in 16 bit and all others in fp32, "

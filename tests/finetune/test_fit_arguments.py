@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import onnx
@@ -15,6 +15,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.cli.main import main
 from amp_transpiler.finetune.data import Samples
+from amp_transpiler.finetune.options import FitKeywords, FitOptions
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime.missing import what_is_missing
 from tests.helpers.fitting import features, linear
@@ -291,3 +292,7 @@ def test_an_operator_without_a_kernel_leads_to_what_the_caller_can_write(
         amp.fit(linear(), tmp_path / "out.onnx", data=features(40), log=tmp_path / "log", flags=flags)
     assert str(found.value).endswith(way) and "Executor" not in str(found.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_type_checkers_know_every_option() -> None:
+    assert get_type_hints(FitKeywords) == get_type_hints(FitOptions)

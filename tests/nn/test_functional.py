@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import numpy as np
@@ -72,3 +73,21 @@ def test_the_deviation_of_what_is_alike_has_no_slope(mode: str) -> None:
     np.testing.assert_allclose(found, rows.std(1, ddof=1), rtol=2e-3)
     expected = np.array([np.zeros(4), np.array([-1.5, -0.5, 0.5, 1.5]) / (3 * rows[1].std(ddof=1))])
     np.testing.assert_allclose(slope, expected, rtol=5e-3)
+
+
+@pytest.mark.parametrize("name", sorted(F.__all__))
+def test_what_help_shows_of_a_function_is_what_it_takes(name: str) -> None:
+    function = getattr(F, name)
+    parameters = inspect.signature(function).parameters
+    assert parameters["name"].kind is inspect.Parameter.KEYWORD_ONLY and parameters["name"].default is None
+    assert function.__doc__ and "{" not in function.__doc__
+    with pytest.raises(TypeError) as refused:
+        function(no_such_argument=1)
+    assert sorted(str(refused.value).split("the arguments are ")[1].split(", ")) == sorted(parameters)
+
+
+def test_functions_of_a_family_share_a_signature() -> None:
+    pools = [inspect.signature(f) for f in (F.max_pool1d, F.max_pool2d, F.max_pool3d)]
+    assert pools[0] == pools[1] == pools[2]
+    assert list(pools[0].parameters)[:2] == ["x", "kernel_size"]
+    assert (F.conv3d.__doc__ or "").startswith("3-D convolution")
