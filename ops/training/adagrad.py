@@ -5,7 +5,8 @@ from __future__ import annotations
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ops.training.scaling import Switch, add_product
-from amp_transpiler.ops.training.update import Gradient, Step, decayed, shifted, update_rule
+from amp_transpiler.ops.training.update import decayed, shifted, update_rule
+from amp_transpiler.ops.training.update_nodes import Gradient, Step
 
 
 @update_rule("Adagrad", accumulators=("moment",))

@@ -20,46 +20,25 @@ not be captured, a ``Switch`` gates the parts of an update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.flat import Rows
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import Slots, lowering_rule, own, slots_of
 from amp_transpiler.ops.common import scaled_by
-from amp_transpiler.ops.training.branches import chosen
-from amp_transpiler.ops.training.chunks import by_chunks
-from amp_transpiler.ops.training.dealt_gradients import joined_gradients
-from amp_transpiler.ops.training.few_rows import by_chunks_with_rows, few_rows
-from amp_transpiler.ops.training.rows import joined, parts, rows_of
 from amp_transpiler.ops.training.scaling import (
-    Gate,
     Switch,
     add_product,
     blended,
-    finite_step,
-    gate,
-    scaled,
-    unscaled,
 )
-from amp_transpiler.ops.training.sparse import picked, repeated, written
+from amp_transpiler.ops.training.update_nodes import Gradient, Prepare, Step, emit_update
 
 _BETAS = ("beta1_pow_acc", "beta2_pow_acc")
 _MOMENTS = ("moment1", "moment2")
 
-#: Parameters whose updates stand in one branch: the time to make a session is not linear in the nodes of one graph.
-_IN_A_BRANCH = 64
-
 #: Updates that take norms of every parameter, or of its rows, and so treat each by itself.
 BY_PARAMETER = frozenset({"Lamb", "Lars", "RowWiseAdagrad"})
 _SPARSE = "Sparse"
-
-#: ``step(index, master, gradient, *accumulators) -> (new master, *new accumulators)``, which a bad step leaves as they
-#: were: a ``Switch`` sees to that. Rows of one buffer take a step together, and ``index`` is the first of them.
-Step = Callable[..., tuple[Value, ...]]
-#: ``prepare(e, op, switch, learning_rate, *scalars) -> (new scalars, step)``
-Prepare = Callable[..., tuple[list[Value], Step]]
 
 
 def sparse_update(type_: str) -> str | None:
@@ -89,147 +68,13 @@ def update_rule(
         @lowering_rule(own(type_), native=True, slots=dense)
         def emit(e: Emitter, op: Operator, found_inf: Value | None, *inputs: Value | None) -> list[Value | None]:
             slots = dense if op.type == type_ else sparse
-            head, values = inputs[: len(slots.inputs) - 1], [None, *inputs]
-            rate, *shared = [e.reshape(v, ()) for v in head if v is not None]
-            if "lr_factor" in op.attrs:
-                rate = e.Mul(rate, e.like(op.attrs["lr_factor"], rate))
-            kept, switch = gate(e, found_inf), Switch(e, found_inf)
-            advanced, step = prepare(e, op, switch, rate, *shared)
-            results: list[Value | None] = [
-                e.reshape(kept(new, old), was.shape or ())
-                for new, old, was in zip(advanced, shared, head[1:], strict=True)
-                if was is not None
-            ]
-            table = list(slots.rows(values))
-
-            def joint(rows: Rows, names: Sequence[str]) -> dict[str, Value]:
-                """By name the values of rows that take a step together."""
-                given = {
-                    name: [v for number in rows.numbers if (v := table[number][name]) is not None] for name in names
-                }
-                return {
-                    name: (joined_gradients if name == "gradient" else joined)(e, rows, values)
-                    for name, values in given.items()
-                    if values
-                }
-
-            def stepped(rows: Rows) -> list[Value]:
-                """Their new values, in the order of the row."""
-                return moved(rows.numbers[0], joint(rows, slots.input_row), rows.chunks)
-
-            def moved(number: int, row: dict[str, Value], chunks: int = 1) -> list[Value]:
-                """The new values of one parameter, or of several in one tensor, in the order of the row."""
-                parameter, master = row["parameter"], row.get("master")
-                old = master or e.f32(parameter)
-                gradient = Gradient(e, e.cast(row["gradient"], old.dtype), switch)
-
-                def new(gradient: Gradient, old: Value, *before: Value) -> list[Value]:
-                    new, *after = step(number, old, gradient, *before)
-                    taken = dict(zip(accumulators, after, strict=True)) | {"master": new}
-                    taken["parameter"] = e.cast(new, parameter.dtype)
-                    if master and switch.bad is not None:
-                        taken["parameter"] = _narrowed(e, new, parameter, kept)
-                    return [taken[name] for name in slots.output_row if name in row]
-
-                before = [row[name] for name in accumulators if name in row]
-                if chunks == 1:
-                    return new(gradient, old, *before)
-
-                def chunk(raw: Value, *values: Value) -> list[Value]:
-                    return new(gradient.chunk(raw), *values)
-
-                few = few_rows(e, table[number]["gradient"], chunks)
-                if few is not None:
-                    return by_chunks_with_rows(e, few, [old, *before], chunk)
-                return by_chunks(e, [e.cast(gradient.raw, old.dtype), old, *before], chunk)
-
-            def some_rows(number: int) -> list[Value]:
-                """The new values of a parameter of which some rows take a step."""
-                given = table[number]
-                at, gradient = given["rows"], given["gradient"]
-                assert at is not None and gradient is not None
-                whole = {name: value for name in slots.output_row if (value := given[name]) is not None}
-                row = {name: picked(e, value, at) for name, value in whole.items()}
-                news = moved(number, row | {"gradient": repeated(e, at, gradient)})
-                return [written(e, old, at, new) for old, new in zip(whole.values(), news, strict=True)]
-
-            def branched(each: Sequence[Rows]) -> list[Value]:
-                """The same of rows that lie alone, in the branch of an If."""
-                assert found_inf is not None
-                olds = [old for rows in each for old in joint(rows, slots.output_row).values()]
-
-                def new() -> list[Value]:
-                    with switch.off():
-                        return [value for rows in each for value in stepped(rows)]
-
-                return chosen(e, finite_step(e, found_inf), new, olds)
-
-            made = dict[tuple[int, str], Value]()
-
-            def take(each: Sequence[Rows], values: Sequence[Value]) -> None:
-                whole = iter(values)
-                for rows in each:
-                    for name in slots.output_row:
-                        if table[rows.numbers[0]][name] is not None:
-                            keys = [(number, name) for number in rows.numbers]
-                            made.update(zip(keys, parts(e, rows, next(whole)), strict=True))
-
-            alone: list[Rows] = []
-            for rows in rows_of(e, op, len(table)):
-                first = len(slots.outputs) + rows.numbers[0] * len(slots.output_row)
-                if not any(e.wanted[first : first + len(slots.output_row)] or [True]):
-                    continue  # another rank updates it
-                if slots is sparse:
-                    take([rows], some_rows(rows.numbers[0]))
-                elif found_inf is None or not e.at.branches or (rows.shapes and rows.chunks == 1):
-                    take([rows], stepped(rows))
-                else:
-                    alone.append(rows)
-            for start in range(0, len(alone), _IN_A_BRANCH):
-                each = alone[start : start + _IN_A_BRANCH]
-                take(each, branched(each))
-            results += [made.get((number, name)) for number in range(len(table)) for name in slots.output_row]
-            return results
+            return emit_update(e, op, slots, accumulators, prepare, found_inf, inputs)
 
         if by_row:
             lowering_rule(own(_SPARSE + type_), native=True, slots=sparse)(emit)
         return prepare
 
     return register
-
-
-class Gradient:
-    """The gradient of a step: ``value``, or ``tensor`` times a ``share``, where a bad step leaves nothing of it."""
-
-    def __init__(self, e: Emitter, value: Value, switch: Switch) -> None:
-        self.e, self.value, self.switch = e, value, switch
-        self.raw, self.inverse = scaled(e, value)
-
-    def chunk(self, raw: Value) -> Gradient:
-        """That of a chunk, of which it is ``raw`` what it is of the whole."""
-        return Gradient(self.e, raw if self.inverse is None else unscaled(self.e, raw, self.inverse), self.switch)
-
-    def changed(self, value: Value) -> Gradient:
-        """Another one in its place."""
-        return self if value is self.value else Gradient(self.e, value, self.switch)
-
-    @cached_property
-    def tensor(self) -> Value:
-        """It, perhaps not unscaled, and zeros on a bad step."""
-        return self.e.cast(self.switch.added(self.raw), self.value.dtype)
-
-    def share(self, factor: Value, power: int = 1) -> Value:
-        """The factor of ``tensor``, or of its power, that stands for this factor of the gradient."""
-        for _ in range(power if self.inverse is not None else 0):
-            factor = self.e.Mul(factor, self.inverse, shape=())
-        return self.switch.share(factor)
-
-
-def _narrowed(e: Emitter, new: Value, parameter: Value, kept: Gate) -> Value:
-    """A parameter that takes its new master weight. It may not have been the rounded old one, so it has a gate."""
-    if e.emulates:
-        return e.cast(kept(new, e.f32(parameter)), parameter.dtype)
-    return kept(e.cast(new, parameter.dtype), parameter)
 
 
 def _decay(op: Operator, index: int, attribute: str) -> float:
