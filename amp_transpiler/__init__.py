@@ -21,7 +21,7 @@ if not hasattr(_onnxruntime, "InferenceSession"):  # onnxruntime and onnxruntime
 from amp_transpiler.ir.gc_pause import collector_paused as _collector_paused
 
 with _collector_paused(lasting=True):  # modules are no garbage, and to go through them again and again takes long
-    from amp_transpiler import nn, ops, optimizer, regularizer
+    from amp_transpiler import errors, nn, ops, optimizer, regularizer
 from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.context import fp16_guard, name_scope
 from amp_transpiler.ir.nodes import Operator, Variable
@@ -135,13 +135,17 @@ _rooms = {*_LATER[""], *(module.partition(".")[0] for module in _LATER if module
 _of_paddle = paddle_attributes(__name__)
 
 
-def __getattr__(name: str) -> _typing.Any:
+def _attribute(name: str) -> _typing.Any:
     if name in _rooms:
         return _import_module(f"{__name__}.{name}")
     if name not in _homes:
         return _of_paddle(name)
     found = globals()[name] = getattr(_import_module(_homes[name]), name)
     return found
+
+
+if not _typing.TYPE_CHECKING:  # to a type checker an unknown name is an error
+    __getattr__ = _attribute
 
 
 def __dir__() -> list[str]:
@@ -200,6 +204,7 @@ __all__ = [
     "default_main_program",
     "default_startup_program",
     "distributed",
+    "errors",
     "enable_static",
     "find_culprit",
     "fit",

@@ -18,7 +18,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError, DistributedE
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.types import element_type
-from amp_transpiler.lists.paddle import paddle_attributes
+from amp_transpiler.lists.paddle import add_paddle_names
 from amp_transpiler.ops.training.exchange import meets
 from amp_transpiler.optimizer.rank_means import holds_variables, reduced_by_hand
 from amp_transpiler.option_checks import choice, number, shown
@@ -55,7 +55,7 @@ from amp_transpiler.runtime.device_tensors import dtype_of
 from amp_transpiler.runtime.scope import Scope, check_scope
 from amp_transpiler.runtime.shards import found_var, open_sums, owned_state
 
-__getattr__ = paddle_attributes("amp_transpiler.distributed")
+add_paddle_names(globals())
 _Result = TypeVar("_Result")
 #: The environment variable for ``init``'s ``timeout``, and its value where neither says.
 _TIMEOUT, _SECONDS = "AMP_DISTRIBUTED_TIMEOUT", 600.0

@@ -49,7 +49,7 @@ class Program(Blocks):
         #: What ``amp.convert`` did to make it, which says its type; None for any other.
         self.conversion: Any = None
 
-    if not TYPE_CHECKING:  # it answers with what to use instead; to a type checker an unknown name is an error
+    if not TYPE_CHECKING:  # to a type checker an unknown name is an error
         __getattr__ = paddle_attributes("amp_transpiler.Program")
 
     # -- files and copies ----------------------------------------------------------------------

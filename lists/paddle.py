@@ -158,3 +158,8 @@ def paddle_attributes(owner: str) -> Callable[..., Any]:
         raise MissingNameError(f"'{owner}' has no attribute '{name}'{why}")
 
     return attribute
+
+
+def add_paddle_names(module: dict[str, Any]) -> None:
+    """Let a module, by its ``globals()``, have Paddle's names; to a type checker an unknown name stays an error."""
+    module["__getattr__"] = paddle_attributes(module["__name__"])

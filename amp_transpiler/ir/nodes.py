@@ -5,7 +5,7 @@ Changes of edges go through the methods here and those of :class:`~amp_transpile
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from amp_transpiler.errors import AmpError, ArgumentError, ArgumentTypeError, GraphError
@@ -32,6 +32,8 @@ Shape = tuple[int | str | None, ...]
 TensorType = tuple[str | None, Shape | None]
 #: Those of an operator's outputs; None for one that is left out.
 Types = list[TensorType | None]
+#: Functions that are methods of variables.
+_method: Callable[[Any, str], Callable[..., Any]] = paddle_attributes("amp_transpiler.Variable")
 
 
 class Variable(PythonOperators, Trains):
@@ -95,7 +97,8 @@ class Variable(PythonOperators, Trains):
         self.doc = ""
         self.metadata: dict[str, str] = {}
 
-    __getattr__ = paddle_attributes("amp_transpiler.Variable")
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return _method(self, name)
 
     @property
     def is_constant(self) -> bool:

@@ -1,6 +1,6 @@
 """Build a program layer by layer: layers with parameters, functions, initialisers, operators on variables."""
 
-from amp_transpiler.lists.paddle import paddle_attributes
+from amp_transpiler.lists.paddle import add_paddle_names
 from amp_transpiler.nn import functional, initializer, math
 from amp_transpiler.nn.attention_layers import multi_head_attention
 from amp_transpiler.nn.conv_layers import conv1d, conv1d_transpose, conv2d, conv2d_transpose, conv3d, conv3d_transpose
@@ -14,7 +14,7 @@ from amp_transpiler.nn.parameters import ParamAttr, create_parameter, data
 from amp_transpiler.nn.pooling import pool2d
 from amp_transpiler.nn.recurrent import gru, lstm
 
-__getattr__ = paddle_attributes("amp_transpiler.nn")
+add_paddle_names(globals())
 
 __all__ = [
     "ParamAttr",

@@ -5,7 +5,7 @@ results' names. They raise ArgumentError (a ValueError) for element types and sh
 ArgumentTypeError (a TypeError) for what is no variable.
 """
 
-from amp_transpiler.lists.paddle import paddle_attributes
+from amp_transpiler.lists.paddle import add_paddle_names
 from amp_transpiler.nn.activation_functions import (
     celu,
     elu,
@@ -200,7 +200,7 @@ from amp_transpiler.nn.reduction import (
 )
 from amp_transpiler.nn.vision import grid_sample, interpolate, pixel_shuffle, unfold, upsample
 
-__getattr__ = paddle_attributes("amp_transpiler.nn.functional")
+add_paddle_names(globals())
 
 __all__ = [
     "abs",

@@ -16,7 +16,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.nodes import OWN, Variable
 from amp_transpiler.ir.seeded import LARGEST_SEED
 from amp_transpiler.ir.types import NAMES, element_type
-from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
+from amp_transpiler.lists.paddle import add_paddle_names, paddle_arguments
 from amp_transpiler.nn.building import typed
 from amp_transpiler.ops.training.seeds import set_default_seed, startup_seed
 from amp_transpiler.option_checks import is_real, number, shown, whole
@@ -246,7 +246,7 @@ class KaimingNormal(Kaiming):
         super().__init__(False, fan_in, slope)
 
 
-__getattr__ = paddle_attributes("amp_transpiler.nn.initializer")
+add_paddle_names(globals())
 __all__ = [
     "Assign",
     "Constant",

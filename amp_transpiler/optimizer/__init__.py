@@ -1,6 +1,6 @@
 """Optimizers, gradient clipping, loss scaling and ``decorate``."""
 
-from amp_transpiler.lists.paddle import paddle_attributes
+from amp_transpiler.lists.paddle import add_paddle_names
 from amp_transpiler.optimizer import lr
 from amp_transpiler.optimizer.amp_optimizer import OptimizerWithMixedPrecision
 from amp_transpiler.optimizer.base import Optimizer
@@ -14,7 +14,7 @@ from amp_transpiler.optimizer.optimizers import SGD, Adagrad, Adam, AdamW, Lamb,
 from amp_transpiler.optimizer.policy import Policy, get_global_policy, policy_scope, set_global_policy
 from amp_transpiler.optimizer.scaler import LossScale, LossScaler
 
-__getattr__ = paddle_attributes("amp_transpiler.optimizer")
+add_paddle_names(globals())
 
 __all__ = [
     "SGD",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
@@ -58,7 +59,8 @@ class Optimizer(UpdateRule):
 
     _mixed_precision: OptimizerWithMixedPrecision | None = None
 
-    __getattr__ = paddle_attributes("amp_transpiler.optimizer.Optimizer")
+    if not TYPE_CHECKING:  # to a type checker an unknown name is an error
+        __getattr__ = paddle_attributes("amp_transpiler.optimizer.Optimizer")
 
     @property
     def mixed_precision(self) -> OptimizerWithMixedPrecision | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from amp_transpiler.errors import ArgumentTypeError, OrderError
 from amp_transpiler.ir import context
@@ -64,7 +64,8 @@ class ExponentialMovingAverage:
         #: Average, parameter, and master weight (None: it has none), by name.
         self._rows: list[tuple[str, str, str | None]] = []
 
-    __getattr__ = paddle_attributes("amp_transpiler.optimizer.ExponentialMovingAverage")
+    if not TYPE_CHECKING:  # to a type checker an unknown name is an error
+        __getattr__ = paddle_attributes("amp_transpiler.optimizer.ExponentialMovingAverage")
 
     def update(self, program: Program | None = None, startup_program: Program | None = None) -> Operator:
         """Append the averages of every parameter that ``program`` updates; returns the operator that moves them.

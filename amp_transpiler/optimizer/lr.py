@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from amp_transpiler.errors import ArgumentError
-from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
+from amp_transpiler.lists.paddle import add_paddle_names, paddle_arguments
 from amp_transpiler.optimizer.lr_schedule import LRScheduler, count, flag, listed, positive, rate
 
-__getattr__ = paddle_attributes("amp_transpiler.optimizer.lr")
+add_paddle_names(globals())
 
 
 @paddle_arguments("optimizer.lr")

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -138,7 +138,8 @@ class Executor:
             warn_user(f"{error.found}. Running on CPUPlace()")
             self.place = CPUPlace()
 
-    __getattr__ = paddle_attributes("amp_transpiler.Executor")
+    if not TYPE_CHECKING:  # to a type checker an unknown name is an error
+        __getattr__ = paddle_attributes("amp_transpiler.Executor")
 
     @paddle_arguments("Executor.run")
     def run(

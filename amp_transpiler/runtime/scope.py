@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -51,7 +51,8 @@ class Scope:
         self.begun: Mapping[str, Sequence[weakref.ref[Graph]]] = MappingProxyType({})
         self._lock = StepLock()
 
-    __getattr__ = paddle_attributes("amp_transpiler.Scope")
+    if not TYPE_CHECKING:  # to a type checker an unknown name is an error
+        __getattr__ = paddle_attributes("amp_transpiler.Scope")
 
     def reading(self) -> AbstractContextManager[None]:
         """Inside, no other thread changes the scope: the values of several ``find_var`` belong to one step.

@@ -20,7 +20,9 @@ y = amp.nn.conv2d(x, 8, 3, act="relu", name="conv")
 y = F.softmax(amp.nn.fc(F.dropout(y, 0.1), 10), axis=-1)
 loss = F.cross_entropy(y, label, reduction="mean", name="loss")
 values, places = F.topk(y, 2)
+y = x.reshape([0, -1]).mean(axis=1)
 
+x.reshap[0]  # type: ignore[index]
 F.relu("x")  # type: ignore[arg-type]
 F.relu(x, "first")  # type: ignore[call-arg]
 F.relu(x, nam="first")  # type: ignore[call-arg]
@@ -38,7 +40,7 @@ amp.nn.conv2d(x, "8", 3)  # type: ignore[arg-type]
 adam = amp.optimizer.Adam(
     amp.optimizer.lr.CosineAnnealingDecay(1e-3, 100),
     parameter_list=["fc_*"],
-    grad_clip=amp.ClipGradByGlobalNorm(1.0),
+    grad_clip=amp.optimizer.ClipGradByGlobalNorm(1.0),
     multi_precision=True,
 )
 opt = amp.decorate(adam, use_pure_fp16=True, accumulate_steps=2)
@@ -74,6 +76,15 @@ amp.fit("model.onnx", "out.onnx")  # type: ignore[call-arg]
 executor = amp.Executor(amp.CPUPlace())
 with amp.scope_guard(amp.Scope()):
     found = executor.run(amp.default_main_program(), feed={"x": np.zeros(3)}, fetch_list=[loss, "conv.tmp_0"])
+try:
+    executor.close()
+except amp.errors.ExecutionError as refused:
+    print(refused.args)
 executor.run(fetches=[loss])  # type: ignore[call-arg]
 executor.run(feed=[1])  # type: ignore[arg-type]
 amp.Executor(place="cpu")  # type: ignore[arg-type]
+executor.runn()  # type: ignore[attr-defined]
+amp.ClipGradByGlobalNorm(1.0)  # type: ignore[attr-defined]
+F.rellu(x)  # type: ignore[attr-defined]
+amp.optimizer.Adm()  # type: ignore[attr-defined]
+adam.minimise(loss)  # type: ignore[attr-defined]
