@@ -7,6 +7,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import textwrap
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -159,6 +160,14 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with amp.scope_guard(amp.Scope()), amp.unique_name.guard():
         for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S):
             exec(block, names)
+
+
+def test_the_recipe_for_an_operator_is_what_stands_in_its_file() -> None:
+    section = (DOCS / "operators.md").read_text(encoding="utf-8").split("## The recipe, tried")[1].split("\n## ")[0]
+    shown = [textwrap.dedent(block).strip() for block in re.findall(r"```text\n(.*?)```", section, re.S)]
+    source = (ROOT / "ops" / "pool.py").read_text(encoding="utf-8")
+    rules = [block for block in shown if "def " in block]
+    assert len(rules) == 2 and not [rule for rule in rules if rule not in source]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "api.md"], ids=lambda page: page.name)
