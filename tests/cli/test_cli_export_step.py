@@ -55,6 +55,25 @@ def test_what_is_written_trains(batch: int | None, tmp_path: Path, capsys: pytes
     assert np.mean(found[-5:]) < np.mean(found[:5]) / 3
 
 
+def test_training_on_a_runners_checkpoint_names_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, step, state = written(tmp_path, None), tmp_path / "step", tmp_path / "state"
+    assert main(["export-step", str(model), str(step), "--shape", "x=16,6", "--quiet"]) == 0
+    data = feeds(2, 16)
+    bare(step, batches(tmp_path / "data", data), 2, state)
+    np.savez(tmp_path / "train.npz", **{name: np.concatenate([each[name] for each in data]) for name in data[0]})
+    train = ["train", str(model), str(tmp_path / "out.onnx"), "--data", str(tmp_path / "train.npz"), "--epochs", "1"]
+    capsys.readouterr()
+    assert main([*train, "--checkpoint", str(state)]) == 1
+    way = re.search(
+        f"`amp-transpile (trained-model FOLDER trained.onnx --checkpoint {state})`", capsys.readouterr().err
+    )
+    assert way
+    trained = str(tmp_path / "trained.onnx")
+    words = {"FOLDER": str(step), "trained.onnx": trained}
+    assert main([words.get(word, word) for word in way[1].split()]) == 0
+    assert main(["train", trained, *train[2:]]) == 0
+
+
 def test_frozen_parameters_are_state_that_nothing_replaces(tmp_path: Path) -> None:
     model, step = written(tmp_path, None), tmp_path / "step"
     command = ["export-step", str(model), str(step), "--shape", "x=4,6", "--freeze", "body*", "--quiet", "--portable"]
