@@ -124,7 +124,7 @@ class Emit(Pass):
 
 def lowering(place: str) -> Pipeline:
     """The passes that make the model that ``place`` runs."""
-    opset, expanded = RuntimeOpset(place), ExpandControlFlow(bodies=True)
+    opset, expanded = RuntimeOpset(place), ExpandControlFlow(place)
     prepared = InlineFunctions(), DecomposeForRuntime(), opset, expanded, MixedNorms(place), RoomForRows()
     return Pipeline((*prepared, Emit(place)))
 
