@@ -56,7 +56,13 @@ def export_model_step(
         program.startup.seed = chosen.seed
     programs = Programs.of(program, chosen, list(calibration), feed_shapes, (), say)
     shapes = {name: tuple(shape) for name, shape in feed_shapes.items() if name not in chosen.values}
-    shapes[programs.label.name] = _label_shape(programs.label, programs.program, shapes, chosen)
+    asked = shapes.pop(programs.label.name, None)
+    label = _label_shape(programs.label, programs.program, shapes, chosen)
+    if asked not in (None, label):
+        raise ArgumentError(
+            f"{chosen.said('label')}: its shape is {list(label)}, by that of the inputs, and not {list(asked or ())}"
+        )
+    shapes[programs.label.name] = label
     optimizer = programs.compile(chosen, updates or 1)
     scope = Scope()
     Executor(CPUPlace()).run(programs.program.startup, scope=scope)

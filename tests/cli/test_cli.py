@@ -115,6 +115,8 @@ def test_info_of_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "--shape takes NAME=SIZE,SIZE" in capsys.readouterr().err
     assert main(["info", path, "--cost", "--shape", "x=8,64", "x=32,64"]) == 2
     assert "--shape gives 'x' twice" in capsys.readouterr().err
+    assert main(["info", path, "--cost", "--shape", "x=32,65"]) == 2
+    assert "--shape x=32,65: input 'x' has the shape [N,64]" in capsys.readouterr().err
     assert main(["info", path, "--cost", "--shape", "x=32,64", "--device", "T4", "a100"]) == 0
     out = capsys.readouterr().out
     sizes = 4 * (3 * 32 * 64 + 64 * 64 + 32 * 64)

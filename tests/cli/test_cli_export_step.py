@@ -89,8 +89,15 @@ def test_frozen_parameters_are_state_that_nothing_replaces(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["--shape", "x=4,7"], 2, r"feed 'x' .* is declared as \[None, 6\]|does not fit"),
-        (["--shape", "x=4,6", "xx=4,6"], 2, r"'xx' is no feed"),
+        (["--shape", "x=4,7"], 2, r"--shape x=4,7: input 'x' has the shape \[\?,6\]"),
+        (["--shape", "x=4"], 2, r"--shape x=4: input 'x' has the shape \[\?,6\]"),
+        (["--shape", "x=0,6"], 2, r"--shape x=0,6: a size is 0; expected numbers from 1 on"),
+        (["--shape", "x=4,6", "xx=4,6"], 2, r"--shape xx=4,6: the model has no such input; it has x"),
+        (
+            ["--shape", "x=4,6", "label=5"],
+            2,
+            r"--label label: its shape is \[4\], by that of the inputs, and not \[5\]",
+        ),
         ([], 2, r"give its sizes, as in --shape x=8,6"),
         (["--shape", "x=4,6", "--mode", "half"], 2, r"--mode"),
         (["--shape", "x=4,6", "--optimizer", "adamax"], 2, r"--optimizer"),
