@@ -9,11 +9,10 @@ from amp_transpiler.cli.terminal import printable
 from amp_transpiler.conversion.converting import convert
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.types import HALF
-from amp_transpiler.lists import roundings
 from amp_transpiler.lists.devices import devices
 from amp_transpiler.passes.lowering.cost_comparison import compare_costs
 from amp_transpiler.passes.lowering.cost_estimate import CostEstimate
-from amp_transpiler.passes.lowering.place import PLACES
+from amp_transpiler.passes.lowering.place import PLACES, no_faster
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.states import fits
 
@@ -52,8 +51,8 @@ def show(program: Program, options: argparse.Namespace) -> None:
     if not estimate.has_forecast:
         if name != "cpu":
             print("no forecast: those are of CUDA devices")
-        if roundings(name, "float16") is not None:
-            print("16 bit is no faster there: sums that kernels would round in 16 bit are widened (docs/places.md)")
+        if no_faster(name):
+            print(no_faster(name))
         return
     if any(v.dtype in HALF for each in program.blocks for v in each.variables):
         print(_forecasts(estimate, options.device))

@@ -12,6 +12,7 @@ import numpy as np
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.export.folder import checked_folder
 from amp_transpiler.finetune.batch import fixed_batch, freed
+from amp_transpiler.finetune.checks import remarks
 from amp_transpiler.finetune.options import FitOptions, options_of
 from amp_transpiler.finetune.programs import Programs
 from amp_transpiler.ir.nodes import Variable
@@ -50,6 +51,9 @@ def export_model_step(
             "there are"
         )
     checked_folder(folder, "export-step", overwrite)
+    places = list(place) if isinstance(place, Sequence) else [place]
+    for line in remarks(places, chosen):
+        say(line)
     program = _with_batch(program, feed_shapes, chosen)
     program.seed = chosen.seed
     if program.startup is not None:

@@ -74,6 +74,18 @@ def test_training_on_a_runners_checkpoint_names_the_way(tmp_path: Path, capsys: 
     assert main(["train", trained, *train[2:]]) == 0
 
 
+@pytest.mark.parametrize(
+    ("place", "mode", "told"), [("webgpu", "mixed", 1), ("webgpu", "fp32", 0), ("cpu", "mixed", 0)]
+)
+def test_that_16_bit_is_no_faster_on_a_place_is_told(
+    place: str, mode: str, told: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = ["export-step", str(written(tmp_path, None)), str(tmp_path / "step"), "--shape", "x=4,6"]
+    assert main([*step, "--place", place, "--mode", mode]) == 0
+    line = "16 bit is no faster on WebGPU: sums that kernels would round in 16 bit are widened (docs/places.md); --mode fp32"
+    assert capsys.readouterr().out.count(line) == told
+
+
 def test_frozen_parameters_are_state_that_nothing_replaces(tmp_path: Path) -> None:
     model, step = written(tmp_path, None), tmp_path / "step"
     command = ["export-step", str(model), str(step), "--shape", "x=4,6", "--freeze", "body*", "--quiet", "--portable"]
