@@ -16,7 +16,12 @@ from onnx import TensorProto, TypeProto, defs, helper, shape_inference
 
 from amp_transpiler.lists._schemas import ELEMENTS, admitted, schema_at
 
-_ELEM_TYPES = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16, "float": TensorProto.FLOAT}
+_ELEM_TYPES = {
+    "float16": TensorProto.FLOAT16,
+    "bfloat16": TensorProto.BFLOAT16,
+    "float": TensorProto.FLOAT,
+    "double": TensorProto.DOUBLE,
+}
 
 
 def outgrown_parts(schema: Any, opset: int) -> tuple[str, ...]:  # Any: the stubs of OpSchema lack has_function

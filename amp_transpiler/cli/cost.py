@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from amp_transpiler.cli.terminal import printable
 from amp_transpiler.conversion.converting import convert
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.types import HALF
-from amp_transpiler.lists import roundings
 from amp_transpiler.lists.devices import devices
 from amp_transpiler.passes.lowering.cost_comparison import compare_costs
 from amp_transpiler.passes.lowering.cost_estimate import CostEstimate
-from amp_transpiler.passes.lowering.place import PLACES
+from amp_transpiler.passes.lowering.place import PLACES, no_faster
 from amp_transpiler.program import Program
+from amp_transpiler.runtime.states import fits
 
 _PLACE = "cuda"
 
@@ -50,8 +51,8 @@ def show(program: Program, options: argparse.Namespace) -> None:
     if not estimate.has_forecast:
         if name != "cpu":
             print("no forecast: those are of CUDA devices")
-        if roundings(name, "float16") is not None:
-            print("16 bit is no faster there: sums that kernels would round in 16 bit are widened (docs/places.md)")
+        if no_faster(name):
+            print(no_faster(name))
         return
     if any(v.dtype in HALF for each in program.blocks for v in each.variables):
         print(_forecasts(estimate, options.device))
@@ -74,8 +75,12 @@ def _forecasts(estimate: CostEstimate, names: list[str] | None) -> str:
     return "\n".join(lines)
 
 
-def shapes(program: Program, texts: list[str]) -> dict[str, tuple[int, ...]]:
-    """Shapes by input; ArgumentError for text that is none, and for an input whose size is still open."""
+def shapes(program: Program, texts: list[str], label: str = "") -> dict[str, tuple[int, ...]]:
+    """Shapes by input; ArgumentError for text that is none, for what the model declares otherwise or has not, and for
+    an input whose size is still open.
+
+    ``label``: the feed that the inputs of a training step have beside them. Their batch may be another than declared.
+    """
     found: dict[str, tuple[int, ...]] = {}
     for text in texts:
         name, equals, sizes = text.rpartition("=")
@@ -84,13 +89,28 @@ def shapes(program: Program, texts: list[str]) -> dict[str, tuple[int, ...]]:
         if name in found:
             raise ArgumentError(f"--shape gives '{printable(name)}' twice")
         found[name] = tuple(int(size) for size in sizes.split(",") if sizes)
+        _check(program, text, name, found[name], label)
     feeds = {feed.name: (None,) if feed.shape is None else feed.shape for feed in program.inputs if feed.readers}
     named = {size for name in found for size in feeds.get(name, ()) if isinstance(size, str)}
     for name, shape in feeds.items():
         if name not in found and not all(isinstance(size, int) or size in named for size in shape):
-            shown = ",".join("?" if size is None else printable(str(size)) for size in shape)
-            raise ArgumentError(
-                f"input '{printable(name)}' has the shape [{shown}]; give its sizes, as in --shape {printable(name)}="
-                + ",".join(str(size) if isinstance(size, int) else "8" for size in shape)
-            )
+            sizes = ",".join(str(size) if isinstance(size, int) else "8" for size in shape)
+            way = f"give its sizes, as in --shape {printable(name)}={sizes}"
+            raise ArgumentError(f"input '{printable(name)}' has the shape {_shown(shape)}; {way}")
     return found
+
+
+def _check(program: Program, text: str, name: str, shape: tuple[int, ...], label: str) -> None:
+    """ArgumentError where ``shape`` is none of the input's."""
+    inputs, said = {feed.name: feed.shape for feed in program.inputs}, f"--shape {printable(text)}"
+    if name not in inputs and name != (label or None):
+        raise ArgumentError(f"{said}: the model has no such input; it has {printable(', '.join(inputs)) or 'none'}")
+    declared, free = inputs.get(name), int(bool(label))
+    if declared is not None and (len(shape) != len(declared) or not fits(shape[free:], declared[free:])):
+        raise ArgumentError(f"{said}: input '{printable(name)}' has the shape {_shown(declared)}")
+    if label and 0 in shape:
+        raise ArgumentError(f"{said}: a size is 0; expected numbers from 1 on")
+
+
+def _shown(shape: Sequence[int | str | None]) -> str:
+    return f"[{','.join('?' if size is None else printable(str(size)) for size in shape)}]"

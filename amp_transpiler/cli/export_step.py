@@ -8,6 +8,7 @@ from amp_transpiler.cli.cost import shapes
 from amp_transpiler.cli.terminal import number
 from amp_transpiler.cli.training_options import add_training_options, training_options
 from amp_transpiler.export.model_step import export_model_step
+from amp_transpiler.finetune.options import options_of
 from amp_transpiler.passes.lowering.place import PLACES, CPUPlace
 from amp_transpiler.program import Program
 
@@ -20,18 +21,18 @@ _OF_TRAINING = ("metric", "save", "epochs", "batch_size", "shard_optimizer", "al
 def run(options: argparse.Namespace) -> int:
     """Write the folder."""
     given = training_options({name: value for name, value in vars(options).items() if name not in _OTHERS})
+    given["flags"] = True
     program = Program.from_onnx(options.input)
     folder = export_model_step(
         program,
         options.folder,
         [PLACES[kind] for kind in options.place or [CPUPlace.kind]],
-        shapes(program, options.shape or []),
+        shapes(program, options.shape or [], options_of(given).label),
         updates=options.steps,
         calibration=options.calibration or [],
         portable=options.portable,
         overwrite=options.overwrite,
         say=print if not options.quiet else lambda line: None,
-        flags=True,
         **given,
     )
     if not options.quiet:

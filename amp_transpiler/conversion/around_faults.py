@@ -22,6 +22,7 @@ from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.lists import TARGET_OPSET, faults
 from amp_transpiler.ops.place_bodies import body_of
 from amp_transpiler.passes.canonicalize.opset import convert_opset
+from amp_transpiler.passes.numerics.quantised import loads_at
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.kernel_faults import fault_in_fp32
@@ -29,6 +30,8 @@ from amp_transpiler.passes.view.typing import programs
 
 #: The first opset of Pad that takes its sizes as an input.
 _PADS_INPUT = 11
+#: The first opset at which bodies are what they are at the target opset; it adds types to their operators alone.
+_EARLIER = 20
 
 
 @dataclass(frozen=True)
@@ -70,15 +73,16 @@ class AroundFaults(Pass):
 def _raised(graph: Graph) -> list[str]:
     """Bring the program to the opset that bodies are written at; a sentence on that, if any."""
     own = graph.opset()
-    if own >= TARGET_OPSET:
+    target = TARGET_OPSET if loads_at(graph, TARGET_OPSET) else _EARLIER
+    if own >= target:
         return []
     try:
-        convert_opset(clone(graph), TARGET_OPSET)
+        convert_opset(clone(graph), target)
     except GraphError as error:
-        return [f"opset {own} is not raised to {TARGET_OPSET}, at which ({error})"]
-    convert_opset(graph, TARGET_OPSET)
+        return [f"opset {own} is not raised to {target}, at which ({error})"]
+    convert_opset(graph, target)
     annotate(graph)
-    return [f"opset {own} raised to {TARGET_OPSET}, for what stands for operators whose kernels are wrong on the place"]
+    return [f"opset {own} raised to {target}, for what stands for operators whose kernels are wrong on the place"]
 
 
 def _written_instead(op: Operator, kind: str) -> list[Operator]:
@@ -105,7 +109,7 @@ def _body(kind: str) -> Entry:
                 e.initializers[v.name] = onnx.numpy_helper.from_array(as_array(data), v.name)
         results = [_value(v) for v in op.outputs if v is not None]
         values = write and write(e, op.attrs, [None if v is None else _value(v) for v in inputs], results)
-        if not values or op.program.opset() < TARGET_OPSET:
+        if not values or op.program.opset() < _EARLIER:
             raise GraphError(f"operator '{op.label}' ({op.type}) stays as it is, and its kernel there is wrong")
         made = known | {n: d.const(onnx.numpy_helper.to_array(t)) for n, t in e.initializers.items() if n not in known}
         for node in e.nodes:

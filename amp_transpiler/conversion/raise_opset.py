@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 
-from amp_transpiler.conversion.conversion_options import OPTIONS
+from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions
 from amp_transpiler.conversion.io_types import io_to_narrow
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.annotate import annotate
@@ -131,7 +131,14 @@ class RaiseOpset(Pass):
 
     def run(self, graph: Graph, context: Context) -> None:
         options = context[OPTIONS]
-        note = raise_for(graph, options.dtype, options.kind, options.binds_full)
-        context.notes += [note] if note else []
+        if options.mode != "mixed" or _has_neighbours(graph, options):
+            note = raise_for(graph, options.dtype, options.kind, options.binds_full)
+            context.notes += [note] if note else []
         if graph.opset() < _CASTS[options.dtype] and io_to_narrow(graph, options):
             convert_opset(graph, _CASTS[options.dtype])  # inputs and outputs are cast, whatever else runs in 16 bit
+
+
+def _has_neighbours(graph: Graph, options: ConversionOptions) -> bool:
+    """Whether there is what gray operators, which mixed mode runs in 16 bit beside others alone, may follow."""
+    white = options.lists.white_list
+    return any(op.full_type in white or any(v and v.dtype == options.dtype for v in op.inputs) for op in graph.walk())

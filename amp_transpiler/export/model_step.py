@@ -12,6 +12,7 @@ import numpy as np
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.export.folder import checked_folder
 from amp_transpiler.finetune.batch import fixed_batch, freed
+from amp_transpiler.finetune.checks import remarks
 from amp_transpiler.finetune.options import FitOptions, options_of
 from amp_transpiler.finetune.programs import Programs
 from amp_transpiler.ir.nodes import Variable
@@ -50,13 +51,22 @@ def export_model_step(
             "there are"
         )
     checked_folder(folder, "export-step", overwrite)
+    places = list(place) if isinstance(place, Sequence) else [place]
+    for line in remarks(places, chosen):
+        say(line)
     program = _with_batch(program, feed_shapes, chosen)
     program.seed = chosen.seed
     if program.startup is not None:
         program.startup.seed = chosen.seed
     programs = Programs.of(program, chosen, list(calibration), feed_shapes, (), say)
     shapes = {name: tuple(shape) for name, shape in feed_shapes.items() if name not in chosen.values}
-    shapes[programs.label.name] = _label_shape(programs.label, programs.program, shapes, chosen)
+    asked = shapes.pop(programs.label.name, None)
+    label = _label_shape(programs.label, programs.program, shapes, chosen)
+    if asked not in (None, label):
+        raise ArgumentError(
+            f"{chosen.said('label')}: its shape is {list(label)}, by that of the inputs, and not {list(asked or ())}"
+        )
+    shapes[programs.label.name] = label
     optimizer = programs.compile(chosen, updates or 1)
     scope = Scope()
     Executor(CPUPlace()).run(programs.program.startup, scope=scope)

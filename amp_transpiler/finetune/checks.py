@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from amp_transpiler.finetune.log import EPOCHS, STEPS
 from amp_transpiler.finetune.options import FitOptions
 from amp_transpiler.ir.external import check_unnamed
 from amp_transpiler.ir.locations import model_files, model_size
-from amp_transpiler.passes.lowering.place import PLACES, Place
+from amp_transpiler.passes.lowering.place import PLACES, Place, no_faster
 from amp_transpiler.runtime.collective.current import current
 from amp_transpiler.runtime.missing import what_is_missing
 
@@ -40,6 +41,12 @@ def chosen_place(place: Place | str, options: FitOptions) -> Place:
         device, cpu = options.said("place", place.kind), options.said("place", "cpu")
         raise PlaceError(f"{device}: {missing}. Train on the processor instead: {cpu}")
     return place
+
+
+def remarks(places: Iterable[Place], options: FitOptions) -> list[str]:
+    """What there is to say of the mode on these places."""
+    slow = [said for place in places if options.mode != "fp32" and (said := no_faster(place.kind))]
+    return [f"{said}; {options.said('mode', 'fp32')} moves fewer bytes" for said in slow]
 
 
 def check_files(model: Any, output: Any, data: Any, test: Any, log: Any, options: FitOptions) -> None:

@@ -14,7 +14,7 @@ import onnx
 from amp_transpiler.distributed import rank
 from amp_transpiler.errors import PlaceError
 from amp_transpiler.finetune import resume
-from amp_transpiler.finetune.checks import check_files, check_folder, chosen_place
+from amp_transpiler.finetune.checks import check_files, check_folder, chosen_place, remarks
 from amp_transpiler.finetune.data import Source
 from amp_transpiler.finetune.log import Log
 from amp_transpiler.finetune.options import FitKeywords, options_of
@@ -103,6 +103,8 @@ def fit(
             check_folder(cache_dir, output, chosen.called("cache_dir"))
         program = Program.from_onnx(model)
         executor = Executor(chosen_place(place, chosen), cache_dir=cache_dir)
+        for line in remarks([executor.place], chosen):
+            tell(line)
         run = Run(program, chosen, executor, data, test, tell)
         run.identify(checkpoint, found)
         return run
@@ -120,5 +122,6 @@ def fit(
         if not error.way:
             raise
         said = options_of(options)
-        way = f"keep the operator in fp32 ({said.called('black_list')}); else train with {said.said('place', 'cpu')}"
-        raise PlaceError(error.found, f"Where only the 16-bit kernel is missing, {way}") from None
+        way = f"keep the operator in fp32 ({said.called('black_list')}), or all of them ({said.said('mode', 'fp32')}); "
+        way += f"else train with {said.said('place', 'cpu')}"
+        raise PlaceError(error.found, f"Where only 16 bit is missing, {way}") from None

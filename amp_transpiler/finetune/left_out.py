@@ -10,6 +10,7 @@ from amp_transpiler.ir.parameter_names import made_up
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.ir.weights import FREQUENCIES, ONE_NUMBER, PLACES, not_a_weight
 from amp_transpiler.ops.fake_quantize import stored_quantised
+from amp_transpiler.ops.training.random import MASK_ID
 from amp_transpiler.option_checks import listed
 from amp_transpiler.program import Program
 
@@ -67,7 +68,9 @@ def integers_left(program: Program) -> list[str]:
 
 def drawn_by_runtime(program: Program) -> list[str]:
     """Say what draws numbers from onnxruntime."""
-    drawn = [op for op in program.walk() if traits_of(op).random and op.type != "Dropout"]
+    drawn = [
+        op for op in program.walk() if traits_of(op).random and op.type != "Dropout" and MASK_ID not in op.metadata
+    ]
     return [
         f"'{op.label}' ({op.type}) draws from onnxruntime, which begins anew in every process: runs do not repeat, nor "
         "do resumed ones; feed the numbers where they are to"

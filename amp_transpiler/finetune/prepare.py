@@ -33,6 +33,7 @@ from amp_transpiler.finetune.tied_weights import retie, shared_by_layers, untie
 from amp_transpiler.finetune.train_mode import (
     check_batch_norm,
     insert_dropout,
+    number_draws,
     set_batch_norm,
     train_dropout,
 )
@@ -211,6 +212,7 @@ def prepare_training(
         notes += numbers_left(program, gone)
         notes += counted_left(program)
         notes += integers_left(program)
+        notes += number_draws(program)
         notes += drawn_by_runtime(program)
         notes += set_batch_norm(program, batch_norm)
         notes += train_dropout(program)

@@ -57,8 +57,9 @@ def find(folder: str | os.PathLike[str]) -> Resumed | None:
         )
     except (KeyError, TypeError, ValueError):
         raise CheckpointError(
-            f"'{path}' is not a checkpoint of amp.fit or `amp-transpile train`, which keep their "
-            "options in it; choose another folder"
+            f"'{path}' is not a checkpoint of amp.fit or `amp-transpile train`, which keep their options in it; "
+            "choose another folder. Where a runner of an exported step wrote it, `amp-transpile trained-model FOLDER "
+            f"trained.onnx --checkpoint {path}` makes a model of the step's FOLDER and these weights, to train on"
         ) from None
 
 

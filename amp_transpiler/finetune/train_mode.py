@@ -11,6 +11,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.metadata import ASKED, SYNCHRONIZED
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.patterns import matching, matching_names
+from amp_transpiler.ops.training.drawn import NUMBERED
 from amp_transpiler.ops.training.random import MASK_ID
 from amp_transpiler.ops.training.seeds import rng_state
 from amp_transpiler.option_checks import choice, is_real, listed
@@ -126,6 +127,21 @@ def train_dropout(program: Program) -> list[str]:
     for op in found:
         _switch_on(op)
     return [f"{len(found)} Dropout are switched on"] if found else []
+
+
+def number_draws(program: Program) -> list[str]:
+    """Let what the model draws at random follow from the program's seed and step, as masks of dropout do.
+
+    In a nested graph that stays every turn would draw the same.
+    """
+    found = [op for op in program.operators if op.full_type in NUMBERED]
+    for op in found:
+        out = op.output(0)
+        assert out is not None
+        rng_state(program)
+        op.metadata[MASK_ID] = str(out.key)
+    kinds = ", ".join(dict.fromkeys(op.type for op in found))
+    return [f"{len(found)} operators ({kinds}) draw by the program's seed"] if found else []
 
 
 def insert_dropout(program: Program, rates: Mapping[str, float]) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import reduce
 from itertools import zip_longest
 
 from amp_transpiler.ir.nodes import Operator, Shape
@@ -16,21 +17,23 @@ _SAME_SHAPE = frozenset(
     SkipLayerNormalization SkipSimplifiedLayerNormalization Trilu
     """.split()  # noqa: SIM905
 )
-#: Output 0 has the shape that these two inputs are broadcast to.
-_BROADCAST = {"QLinearAdd": (0, 3), "QLinearMul": (0, 3)}
+#: Output 0 has the shape that these inputs are broadcast to.
+_BROADCAST = {"QLinearAdd": (0, 3), "QLinearMul": (0, 3), "QLinearWhere": (0, 1, 4)}
 #: The output, besides the first, that has the shape of input 0: the sum that is normalised.
 _SUMS = {"SkipLayerNormalization": 3, "SkipSimplifiedLayerNormalization": 3}
 
 
 def contrib_shape(op: Operator, slot: int) -> Shape | None:
     """The shape of an output; None where no rule says it."""
+    if slot and op.type == "DynamicQuantizeLSTM":
+        return _lstm_states(op)
     if slot:
         return _of(op, 0) if _SUMS.get(op.type) == slot else None
     if op.type in _SAME_SHAPE:
         return _of(op, 0)
     if op.type in _BROADCAST:
-        first, last = (_of(op, each) for each in _BROADCAST[op.type])
-        return None if first is None or last is None else _broadcast(first, last)
+        shapes = [shape for each in _BROADCAST[op.type] if (shape := _of(op, each)) is not None]
+        return reduce(_broadcast, shapes) if len(shapes) == len(_BROADCAST[op.type]) else None
     rule = _RULES.get(op.type)
     return None if rule is None else rule(op)
 
@@ -47,7 +50,7 @@ def _broadcast(first: Shape, last: Shape) -> Shape:
 
 def _product(op: Operator) -> Shape | None:
     """Of matrices that are transposed first, those whose batch lies between as well."""
-    first, last = (_with_batch_first(op, slot) for slot in (0, 1))
+    first, last = (_with_batch_first(op, slot) for slot in (0, 3 if op.type == "QGemm" else 1))
     if first is None or last is None or min(len(first), len(last)) < 2:
         return None
     rows = first[-1] if op.attrs.get("transA") else first[-2]
@@ -57,7 +60,7 @@ def _product(op: Operator) -> Shape | None:
 
 def _with_batch_first(op: Operator, slot: int) -> Shape | None:
     shape = _of(op, slot)
-    between = shape and op.attrs.get(f"transBatch{'AB'[slot]}")
+    between = shape and op.attrs.get(f"transBatch{'BA'[slot == 0]}")
     return (*shape[1:-1], shape[0], shape[-1]) if shape and between else shape
 
 
@@ -65,19 +68,58 @@ def _convolution(op: Operator) -> Shape | None:
     image, filters = _of(op, 0), _of(op, 1)
     if image is None or filters is None:
         return None
-    axes = len(filters) - 2
+    return (image[0], filters[0], *_windows(op, image[2:], filters[2:]))
+
+
+def _pool(op: Operator) -> Shape | None:
+    """Of windows over an image, whose channels may come last."""
+    image, kernel = _of(op, 0), op.attrs.get("kernel_shape")
+    if image is None or op.attrs.get("channels_last"):
+        return None if image is None or kernel else (image[0], *[1] * (len(image) - 2), image[-1])
+    if kernel is None:
+        return (*image[:2], *[1] * (len(image) - 2))
+    return (*image[:2], *_windows(op, image[2:], kernel))
+
+
+def _windows(op: Operator, sizes: Sequence[int | str | None], kernel: Sequence[int | str | None]) -> Shape:
+    """How many windows there are along each axis."""
+    axes = len(sizes)
     strides, dilations = (op.attrs.get(name) or [1] * axes for name in ("strides", "dilations"))
     pads, auto = op.attrs.get("pads") or [0] * (2 * axes), op.attrs.get("auto_pad", "NOTSET")
-    sizes: list[int | str | None] = [image[0], filters[0]]
-    for i, (size, kernel) in enumerate(zip(image[2:], filters[2:], strict=True)):
-        if not isinstance(size, int) or not isinstance(kernel, int):
-            sizes.append(None)
+    found: list[int | str | None] = []
+    for i, (size, width) in enumerate(zip(sizes, kernel, strict=True)):
+        if not isinstance(size, int) or not isinstance(width, int):
+            found.append(None)
         elif auto in ("SAME_UPPER", "SAME_LOWER"):
-            sizes.append(-(-size // strides[i]))
+            found.append(-(-size // strides[i]))
         else:
             around = pads[i] + pads[i + axes] if auto == "NOTSET" else 0
-            sizes.append((size + around - dilations[i] * (kernel - 1) - 1) // strides[i] + 1)
-    return tuple(sizes)
+            steps, more = divmod(size + around - dilations[i] * (width - 1) - 1, strides[i])
+            partly = bool(more and op.attrs.get("ceil_mode")) and (steps + 1) * strides[i] < size + pads[i]
+            found.append(steps + 1 + partly)
+    return tuple(found)
+
+
+def _joined(op: Operator) -> Shape | None:
+    """Of tensors that each have a scale and a zero point beside them, behind those of the result."""
+    shapes = [_of(op, slot) for slot in range(2, len(op.inputs), 3)]
+    if not shapes or any(shape is None for shape in shapes):
+        return None
+    first, axis = shapes[0] or (), int(op.attrs["axis"]) % len(shapes[0] or (1,))
+    along = [shape[axis] for shape in shapes if shape]
+    known = [size for size in along if isinstance(size, int)]
+    return (*first[:axis], sum(known) if len(known) == len(along) else None, *first[axis + 1 :])
+
+
+def _lstm(op: Operator) -> Shape | None:
+    """Of sequences [length, batch, size]; the states of the last step have no length."""
+    states, data = _lstm_states(op), _of(op, 0)
+    return None if states is None or not data else (data[0], *states)
+
+
+def _lstm_states(op: Operator) -> Shape | None:
+    data, directions = _of(op, 0), 2 if op.attrs.get("direction") == "bidirectional" else 1
+    return (directions, data[1], int(op.attrs["hidden_size"])) if data and "hidden_size" in op.attrs else None
 
 
 def _embedding(op: Operator) -> Shape | None:
@@ -121,6 +163,7 @@ def _grouped_attention(op: Operator) -> Shape | None:
 _RULES: dict[str, Callable[[Operator], Shape | None]] = {
     "Attention": _packed_attention,
     "Crop": _crop,
+    "DynamicQuantizeLSTM": _lstm,
     "DynamicQuantizeMatMul": _product,
     "EmbedLayerNormalization": _embedding,
     "FusedConv": _convolution,
@@ -130,5 +173,11 @@ _RULES: dict[str, Callable[[Operator], Shape | None]] = {
     "MatMulIntegerToFloat": _product,
     "MatMulNBits": _quantised_product,
     "MultiHeadAttention": _attention,
+    "QAttention": _packed_attention,
+    "QEmbedLayerNormalization": _embedding,
+    "QGemm": _product,
+    "QLinearAveragePool": _pool,
+    "QLinearConcat": _joined,
+    "QLinearGlobalAveragePool": _pool,
     "TransposeMatMul": _product,
 }

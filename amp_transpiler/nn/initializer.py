@@ -25,8 +25,8 @@ from amp_transpiler.option_checks import is_real, number, shown, whole
 def set_seed(seed: int) -> None:
     """Set the seed, 0 … 2**32 - 1, of programs whose first parameter is built after this call (also ``amp.seed``).
 
-    A startup program with a ``seed`` of its own keeps it. Without any, the seed is 0: runs repeat, but for what
-    operators of imported models (RandomNormalLike) draw from onnxruntime.
+    A startup program with a ``seed`` of its own keeps it. Without any, the seed is 0: trainings repeat. What an
+    imported model draws in evaluation (RandomNormalLike) is onnxruntime's own.
     """
     whole("seed", seed, 0, LARGEST_SEED)
     set_default_seed(int(seed))

@@ -70,6 +70,7 @@ class ExponentialMovingAverage:
     def update(self, program: Program | None = None, startup_program: Program | None = None) -> Operator:
         """Append the averages of every parameter that ``program`` updates; returns the operator that moves them.
 
+        Parameters that are updated by a later ``minimize`` or ``apply_gradients`` have none, and a warning names them.
         ``program`` is the current main program where it is left out.
 
         Their initial values are computed by ``startup_program`` (default: the program's own). OrderError: before

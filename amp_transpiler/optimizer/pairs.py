@@ -10,6 +10,7 @@ from amp_transpiler.ir.infer import differ
 from amp_transpiler.ir.nodes import OWN, Variable
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.ops.training.all_reduce import ALL_REDUCE
+from amp_transpiler.ops.training.average import AVERAGE
 from amp_transpiler.ops.training.scaling import CHECK
 from amp_transpiler.optimizer.given_rows import keep_rows
 from amp_transpiler.option_checks import listed
@@ -147,4 +148,14 @@ def warn_untrained(wanted: Sequence[Variable], params_grads: ParamsGrads, no_gra
             f"trainable parameters get no gradient from this loss, and are not updated: {listed(names, 10)}. Where "
             "that is meant, create them with trainable=False, name those to train in parameter_list, or freeze them "
             "(--freeze)"
+        )
+
+
+def warn_unaveraged(program: Program, parameters: Sequence[Variable]) -> None:
+    """One warning that names the ``parameters`` to be updated where moving averages of others stand in the program."""
+    if any(op.type == AVERAGE for op in program.operators):
+        warn_user(
+            "parameters are updated that ExponentialMovingAverage.update, called before, gave no average: "
+            f"{listed([parameter.name for parameter in parameters], 10)}. Call it after the last minimize or "
+            "apply_gradients, where they are to have one"
         )

@@ -28,7 +28,7 @@ from amp_transpiler.optimizer.groups import (
     without_decay,
 )
 from amp_transpiler.optimizer.lr import LRScheduler
-from amp_transpiler.optimizer.pairs import ParamsGrads, checked_pairs, latest_first, split
+from amp_transpiler.optimizer.pairs import ParamsGrads, checked_pairs, latest_first, split, warn_unaveraged
 from amp_transpiler.optimizer.sharding import deal_out
 from amp_transpiler.optimizer.state import (
     append_update,
@@ -180,6 +180,7 @@ class UpdateRule:
             if self.shard_state:
                 self._deal_out(program, params_grads)
             alike = split(params_grads, lambda p: (self._factor(p, groups), groups[p.key].weight_decay, p.key in some))
+            warn_unaveraged(program, [parameter for parameter, _ in params_grads])
             rate = self._learning_rate(program, startup, found_inf)
             return [self._append_update(program, startup, groups, pairs, rate, found_inf) for pairs in alike]
 

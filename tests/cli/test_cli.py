@@ -115,6 +115,8 @@ def test_info_of_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "--shape takes NAME=SIZE,SIZE" in capsys.readouterr().err
     assert main(["info", path, "--cost", "--shape", "x=8,64", "x=32,64"]) == 2
     assert "--shape gives 'x' twice" in capsys.readouterr().err
+    assert main(["info", path, "--cost", "--shape", "x=32,65"]) == 2
+    assert "--shape x=32,65: input 'x' has the shape [N,64]" in capsys.readouterr().err
     assert main(["info", path, "--cost", "--shape", "x=32,64", "--device", "T4", "a100"]) == 0
     out = capsys.readouterr().out
     sizes = 4 * (3 * 32 * 64 + 64 * 64 + 32 * 64)
@@ -123,7 +125,7 @@ def test_info_of_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert main(["info", path, "--cost", "--shape", "x=32,64", "--place", "webgpu"]) == 0
     printed = capsys.readouterr().out
     assert "on WebGPUPlace(0)" in printed and "no forecast: those are of CUDA devices\n" in printed
-    assert "16 bit is no faster there" in printed.splitlines()[-1]
+    assert "16 bit is no faster on WebGPU" in printed.splitlines()[-1]
     assert main(["info", path, "--cost", "--shape", "x=32,64", "--place", "cpu"]) == 0
     printed = capsys.readouterr().out
     assert "T4" not in printed and "16 bit is" not in printed

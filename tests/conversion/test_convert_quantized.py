@@ -52,6 +52,17 @@ def test_it_loads_where_its_source_does(mode: str) -> None:
     assert amp.convert(quantized(10), mode=mode, dtype="bfloat16").opset() == 19
 
 
+def test_it_loads_with_bodies_of_a_place_in_it() -> None:
+    """They are written at a later opset, for ReduceLogSumExp, whose kernel on WebGPU takes exponentials as they are."""
+    source = quantized(13)
+    source.graph.node[-1].CopyFrom(onnx.helper.make_node("ReduceLogSumExp", ["f"], ["y"], axes=[1]))
+    source.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 1
+    done = amp.convert(source, place="webgpu")
+    assert done.opset() == 20 and "ReduceLogSumExp" not in {op.type for op in done.operators}
+    found, expected = (session(model).run(None, X)[0] for model in (done.to_onnx(), source))
+    np.testing.assert_allclose(found, expected, atol=0.03)  # one step of the quantiser
+
+
 SCALED = ("QuantizeLinear", "DequantizeLinear")
 
 

@@ -67,6 +67,18 @@ def test_the_note_says_so() -> None:
 
 
 @pytest.mark.parametrize(
+    ("mode", "tail", "opset"), [("mixed", "Relu(b)", 13), ("mixed", "MatMul(b, w)", 19), ("pure", "Relu(b)", 19)]
+)
+def test_nothing_is_raised_where_gray_operators_have_none_to_follow(mode: str, tail: str, opset: int) -> None:
+    text = f"""<ir_version: 8, opset_import: ["" : 13]>
+        m (float[2,2] x) => (float[2,2] y) <float s = {{0.1}}, uint8 z = {{128}}, float[2,2] w = {{1, 2, 3, 4}}>
+        {{ a = QuantizeLinear(x, s, z) b = DequantizeLinear(a, s, z) y = {tail} }}"""
+    program = amp.convert(onnx.parser.parse_model(text), mode=mode)
+    assert program.opset() == opset and any("raised" in note for note in program.conversion.notes) == (opset > 13)
+    assert any(op.precision == "float16" for op in program.operators) == (opset > 13)
+
+
+@pytest.mark.parametrize(
     ("imported", "body", "dtype", "expected"),
     [
         ('"" : 11', "Selu(x)", "bfloat16", ("", 13)),  # nothing but the casts of inputs and outputs needs it

@@ -277,7 +277,10 @@ def test_one_file_serves_calibration_and_training(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "flags, way",
-    [(True, "(--black-list); else train with --place cpu"), (False, "(black_list); else train with place=cpu")],
+    [
+        (True, "(--black-list), or all of them (--mode fp32); else train with --place cpu"),
+        (False, "(black_list), or all of them (mode=fp32); else train with place=cpu"),
+    ],
 )
 def test_an_operator_without_a_kernel_leads_to_what_the_caller_can_write(
     flags: bool, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -35,6 +35,31 @@ RULES = {
     " { y = com.microsoft.MultiHeadAttention<num_heads = 2>(q, k, v)  z = Neg(y) }",
     "few heads of keys": "m (float[1,3,32] q, float[1,3,16] k, float[1,3,16] v, int32[1] n, int32 t) => (float z)"
     " { y, p, r = com.microsoft.GroupQueryAttention<num_heads = 4, kv_num_heads = 2>(q, k, v, , , n, t)  z = Neg(y) }",
+    "a choice": "m (bool[3,1] c, uint8[2,1,4] x, uint8[3,4] w, float s, uint8 o) => (uint8 z)"
+    " { y = com.microsoft.QLinearWhere(c, x, s, o, w, s, o, s, o)  z = Identity(y) }",
+    "quantised tensors side by side": "m (uint8[2,3,4] x, uint8[2,5,4] w, float s, uint8 o) => (uint8 z)"
+    " { y = com.microsoft.QLinearConcat<axis = -2>(s, o, x, s, o, w, s, o)  z = Identity(y) }",
+    "a quantised pool": "m (uint8[2,3,9,8] x, float s, uint8 o) => (uint8 z) { y = com.microsoft.QLinearAveragePool"
+    "<kernel_shape = [3,2], strides = [2,3], pads = [1,0,1,1]>(x, s, o, s, o)  z = Identity(y) }",
+    "a quantised pool that counts parts": "m (uint8[2,3,9,8] x, float s, uint8 o) => (uint8 z) {"
+    " y = com.microsoft.QLinearAveragePool<kernel_shape = [2,3], strides = [2,4], ceil_mode = 1>(x, s, o, s, o)"
+    " z = Identity(y) }",
+    "a quantised pool of all": "m (uint8[2,3,9,8] x, float s, uint8 o) => (uint8 z)"
+    " { y = com.microsoft.QLinearGlobalAveragePool(x, s, o, s, o)  z = Identity(y) }",
+    "a quantised pool of all, channels last": "m (uint8[2,9,8,3] x, float s, uint8 o) => (uint8 z)"
+    " { y = com.microsoft.QLinearGlobalAveragePool<channels_last = 1>(x, s, o, s, o)  z = Identity(y) }",
+    "a quantised product": "m (uint8[3,2] x, float s, uint8 o, uint8[4,3] w) => (float z)"
+    " { y = com.microsoft.QGemm<transA = 1, transB = 1>(x, s, o, w, s, o)  z = Neg(y) }",
+    "quantised embeddings": "m (int32[2,3] x, uint8[5,8] a, uint8[4,8] b, uint8[8] g, uint8[8] h, float s, uint8 o)"
+    " => (float z) { y, i = com.microsoft.QEmbedLayerNormalization(x, , a, b, , g, h, , s, s, , s, s, o, o, , o, o)"
+    " z = Neg(y) }",
+    "quantised attention": "m (uint8[2,3,8] x, uint8[8,24] w, float[24] b, float s, uint8 o) => (float z)"
+    " { y = com.microsoft.QAttention<num_heads = 2>(x, w, b, s, s, , o, o)  z = Neg(y) }",
+    "a quantised recurrence": "m (float[3,2,4] x, int8[2,4,16] w, int8[2,4,16] r, float[2] s, int8[2] o) => (float z)"
+    ' { y = com.microsoft.DynamicQuantizeLSTM<hidden_size = 4, direction = "bidirectional">(x, w, r, , , , , , s, o, s, o)'
+    " z = Neg(y) }",
+    "the state of a quantised recurrence": "m (float[3,2,4] x, int8[1,4,16] w, int8[1,4,16] r, float[1] s, int8[1] o)"
+    " => (float z) { a, y = com.microsoft.DynamicQuantizeLSTM<hidden_size = 4>(x, w, r, , , , , , s, o, s, o)  z = Neg(y) }",
 }
 UNKNOWN = ("a vector",)
 

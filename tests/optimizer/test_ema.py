@@ -16,6 +16,7 @@ from amp_transpiler.nn import functional as F
 from amp_transpiler.optimizer import ExponentialMovingAverage
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.passes.step_check.check_lowered import check_lowered
+from amp_transpiler.warn import AmpWarning
 from tests.helpers.cuda_kernels import without_cuda_kernel
 
 Array = np.ndarray[Any, Any]
@@ -230,6 +231,22 @@ def test_order_and_arguments() -> None:
         net.ema.update(net.main)
     with pytest.raises(ScopeError, match="startup program"), net.ema.applied(amp.Scope()):
         pass
+
+
+def test_parameters_that_are_updated_later_are_said_to_have_no_average() -> None:
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        out = amp.nn.fc(amp.nn.fc(amp.data("x", [4, 3]), 5), 2)
+        momentum = optim.Momentum(0.1)
+        first, second, *rest = momentum.backward(F.mean(out * out))
+        momentum.apply_gradients([first])
+        ExponentialMovingAverage().update()
+        with pytest.warns(AmpWarning, match=f"no average: '{second[0].name}'. Call it after the last"):
+            momentum.apply_gradients([second])
+        ExponentialMovingAverage().update()
+        with pytest.warns(AmpWarning, match=f"no average: '{rest[0][0].name}', '{rest[1][0].name}'"):
+            momentum.apply_gradients(rest)
+    assert not [v.name for v in main.updates if v.name.startswith("fc_1") and "ema" in v.name]
 
 
 @pytest.mark.parametrize("source, target", [("fp32", "pure"), ("pure", "fp32"), ("pure", "pure"), ("amp", "pure")])

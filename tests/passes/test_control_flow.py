@@ -11,6 +11,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.canonicalize.control_flow import expand_control_flow
+from tests.helpers.sessions import session
 
 
 def load(text: str, opset: int = 17) -> amp.Program:
@@ -362,3 +363,29 @@ def test_branches_may_call_their_initializers_alike() -> None:
     x = np.ones(2, np.float32)
     found = [run(program, {"x": x, "c": np.array(c)}, *program.outputs)[0].tolist() for c in (True, False)]
     assert found == [[2, 2], [3, 3]]
+
+
+def test_a_loop_unrolls_where_the_place_has_no_kernel_for_what_is_in_it() -> None:
+    """WebGPU computes an LSTM as its parts, whose sizes the loop's body leaves open."""
+    text = """net (float[3,2,4] x) => (float[3,2,4] y) <int64 n = {2}, bool yes = {1}, float[1,16,4] w, float[1,16,4] r> {
+        y = Loop (n, yes, x) <body = b (int64 i, bool on, float[A,B,C] s) => (bool go, float[A,B,C] t) {
+            go = Identity(on) h, hn, cn = LSTM<hidden_size=4>(s, w, r) one = Constant<value_ints=[1]>() t = Squeeze(h, one)
+    }> }"""
+    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]>\n{text}')
+    rng = np.random.default_rng(0)
+    weights = {name: rng.normal(size=(1, 16, 4)).astype(np.float32) for name in "wr"}
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in weights.items())
+    feed, lowered = {"x": rng.normal(size=(3, 2, 4)).astype(np.float32)}, {}
+    for place in (amp.CPUPlace(), amp.WebGPUPlace(0)):
+        lowered[place.kind] = amp.Program.from_onnx(model).lower(place)
+    assert {kind: "Loop" in {n.op_type for n in each.model.graph.node} for kind, each in lowered.items()} == {
+        "cpu": True,
+        "webgpu": False,
+    }
+    held, zero = lowered["webgpu"], np.zeros((), np.float32)
+    given = {
+        **feed,
+        **{port.tensor: weights[port.variable] for port in held.states},
+        **dict.fromkeys(held.scalars, zero),
+    }
+    np.testing.assert_allclose(session(held.model).run(None, given)[0], session(model).run(None, feed)[0], atol=1e-6)

@@ -49,11 +49,9 @@ def test_sums_of_quantised_numbers_are_broadcast(type_: str) -> None:
 
 
 def test_an_operator_without_a_shape_rule_is_named() -> None:
-    body = "q = QuantizeLinear(x, s, z)  [p] a = com.microsoft.QLinearReduceMean(q, s, z, s, z)  b = Identity(a)  y = DequantizeLinear(b, s, z)"
-    with pytest.raises(
-        amp.AmpError, match=r"com.microsoft::QLinearReduceMean 'p'.* has no shape rule here; declare 'a'"
-    ):
-        estimate(body, "float[4, 8] x", "float[1, 1] y")
+    body = "[p] a = com.microsoft.CDist(x, x)  y = Relu(a)"
+    with pytest.raises(amp.AmpError, match=r"com.microsoft::CDist 'p'.* has no shape rule here; declare 'a'"):
+        estimate(body, "float[4, 8] x", "float[4, 4] y")
 
 
 def test_so_is_one_whose_sizes_hang_on_data() -> None:

@@ -42,7 +42,7 @@ def program(text: str) -> amp.Program:
         "opset",
         "inline-functions,opset,expand-control-flow",
         "emit{place=cuda}",
-        "inline-functions,runtime-opset{place=cuda},expand-control-flow{bodies=true},mixed-norms{place=cuda},emit{place=cuda}",
+        "inline-functions,runtime-opset{place=cuda},expand-control-flow{place=cuda},mixed-norms{place=cuda},emit{place=cuda}",
     ],
 )
 def test_text_is_read_and_written(text: str) -> None:
@@ -56,7 +56,7 @@ def test_text_is_read_and_written(text: str) -> None:
         (" opset ,  emit { place = cuda } ", "opset,emit{place=cuda}"),
         ("emit{place=cpu}", "emit"),
         ("emit{}", "emit"),
-        ("expand-control-flow{bodies}", "expand-control-flow{bodies=true}"),
+        ("precision{guard}", "precision{guard=true}"),
         ('emit{place="cuda"}', "emit{place=cuda}"),
     ],
 )
@@ -77,7 +77,7 @@ def test_other_spellings_of_a_text(text: str, plain: str) -> None:
         ("emit{plac=cuda}", 6, "emit has no option 'plac'; did you mean place?"),
         ("opset,opset{target=13}", 13, "opset has no option 'target'; its options are none"),
         ("emit{place=tpu}", 6, "option place of emit is 'tpu'; expected cpu or cuda"),
-        ("expand-control-flow{bodies=1}", 21, "option bodies of expand-control-flow is '1'; expected true or false"),
+        ("precision{guard=1}", 11, "option guard of precision is '1'; expected true or false"),
         ("emit{place=cuda place=cpu}", 17, "option 'place' of emit is given twice"),
     ],
 )

@@ -19,9 +19,10 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes, infer_operator
 from amp_transpiler.ir.nodes import Operator, Shape, Variable
 from amp_transpiler.ir.opdef import has_lowering_rule
+from amp_transpiler.lists import place_kinds, place_traits
 from amp_transpiler.passes.canonicalize.opset import add_operator
 from amp_transpiler.passes.canonicalize.trip_count import trip_count
-from amp_transpiler.passes.pipeline import Context, Pass, Value
+from amp_transpiler.passes.pipeline import Context, Pass, Value, option
 from amp_transpiler.passes.view.feed_shapes import checked_shapes
 
 #: Shapes of feeds that the program does not declare itself.
@@ -335,16 +336,19 @@ def _stack(op: Operator, row: list[Variable], axis: int) -> Variable:
 class ExpandControlFlow(Pass):
     """An If on a constant becomes the branch that is taken, loops and scans of known length are unrolled.
 
-    ``bodies``: only in a graph in whose bodies an operator has a lowering rule.
+    ``place``: only in a graph in whose bodies an operator has a lowering rule there.
     """
 
     name = "expand-control-flow"
     takes = (FEED_SHAPES,)
 
-    bodies: bool = False
+    place: str = option("", *place_kinds())
 
     def applies(self, graph: Graph, context: Context) -> bool:
-        return any(has_lowering_rule(op) for op in graph.nesting) if self.bodies else bool(graph.nesting)
+        if not self.place:
+            return bool(graph.nesting)
+        traits = place_traits(self.place)
+        return any(has_lowering_rule(op, traits) for op in graph.nesting)
 
     def run(self, graph: Graph, context: Context) -> bool:
         return expand_control_flow(graph, context.get(FEED_SHAPES))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from amp_transpiler.ir.dealt_rows import held_shapes
 from amp_transpiler.ir.decompose import has_decomposition
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.oldest_forms import OLDEST
 from amp_transpiler.ir.opdef import lowering_rule_of
 from amp_transpiler.ir.types import FLOATS, HALF
@@ -75,17 +75,22 @@ class RuntimeOpset(Pass):
         return NEWEST_OPSET if version > NEWEST_OPSET and can_convert(graph, NEWEST_OPSET) else max(version, OLDEST)
 
     def _lacks(self, graph: Graph, version: int) -> bool:
-        """Whether the host computes an operator by its parts alone, and onnxruntime does not take it apart itself.
+        """Whether the host computes an operator by its parts alone, and onnxruntime does not take it apart itself, or
+        has a kernel at the target opset alone.
 
         It computes 16-bit ones in fp32.
         """
         host, newest = version > TARGET_OPSET and place_traits(self.place).host, min(version, NEWEST_OPSET)
+
+        def lacks(op: Operator, opset: int) -> bool:
+            data = next((v.dtype for v in (*op.outputs, *op.inputs) if v is not None and v.dtype in FLOATS), None)
+            kind = "float32" if data in HALF else data
+            return kind is not None and unsupported_reason(op.type, kind, opset, self.place) is not None
+
         return host and any(
-            unsupported_reason(op.type, "float32" if v.dtype in HALF else v.dtype, newest, self.place)
+            lacks(op, newest) and (has_decomposition(op) or not lacks(op, TARGET_OPSET))
             for op in graph.walk()
-            if not op.domain and has_decomposition(op)
-            for v in op.outputs[:1]
-            if v is not None and v.dtype in FLOATS
+            if not op.domain
         )
 
 
@@ -124,7 +129,7 @@ class Emit(Pass):
 
 def lowering(place: str) -> Pipeline:
     """The passes that make the model that ``place`` runs."""
-    opset, expanded = RuntimeOpset(place), ExpandControlFlow(bodies=True)
+    opset, expanded = RuntimeOpset(place), ExpandControlFlow(place)
     prepared = InlineFunctions(), DecomposeForRuntime(), opset, expanded, MixedNorms(place), RoomForRows()
     return Pipeline((*prepared, Emit(place)))
 

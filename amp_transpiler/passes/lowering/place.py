@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
-from amp_transpiler.lists import place_kinds, place_traits
+from amp_transpiler.lists import place_kinds, place_traits, roundings
 from amp_transpiler.option_checks import shown
 from amp_transpiler.passes.lowering.arithmetic import Arithmetic
 from amp_transpiler.passes.lowering.wanted import Cores
@@ -89,6 +89,14 @@ def kind_of(place: object, caller: str) -> str:
     if kind not in kinds:
         raise ArgumentError(f"{caller} is {shown(place)}; expected a place or its kind: {', '.join(kinds)}")
     return str(kind)
+
+
+def no_faster(kind: str) -> str:
+    """That 16 bit is no faster on places of this kind; "" where it may be."""
+    if roundings(kind, "float16") is None:
+        return ""
+    title = place_traits(kind).title
+    return f"16 bit is no faster on {title}: sums that kernels would round in 16 bit are widened (docs/places.md)"
 
 
 def arithmetic_of(place: Place) -> Arithmetic:
