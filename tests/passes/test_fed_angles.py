@@ -8,7 +8,7 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.passes.numerics.constraints import Constraints
-from amp_transpiler.passes.numerics.fed_angles import keep_angles
+from amp_transpiler.passes.numerics.fed_angles import keep_angles, keep_fed_logarithms
 from amp_transpiler.passes.numerics.ranges import Ranges
 from amp_transpiler.passes.view.flow import Flow
 from tests.helpers.constraints_of import run_faithful
@@ -39,6 +39,10 @@ CASES = {
     ),
     "a sine of a sine": (
         "m (float[N] t) => (float[N] y) { s = Sin(t)  y = Sin(s) }",
+        {"s"},
+    ),
+    "an angle that the program holds": (
+        "m (float[2,3] x) => (float[2,3] y) { s = Sin(w)  y = Mul(x, s) }",
         {"s"},
     ),
     "no angle": ("m (float[N] t) => (float[N] y) { y = Mul(t, turn) }", set()),
@@ -81,3 +85,33 @@ def test_a_training_in_16_bit_keeps_angles() -> None:
     amp.cast_model_to_fp16(program, use_fp16_guard=False, numeric_guards=True)
     kept = {op.outputs[0].name for op in program.operators if op.precision == "float32" and op.outputs[0]}
     assert kept >= expected
+
+
+LOGARITHMS = {
+    "of an income": (
+        "m (float[N,8] x) => (float[N,2] y) { m = Mul(x, turn)  g = Log(m)  y = MatMul(g, l) }",
+        {"m", "g"},
+    ),
+    "of what a layer computes": ("m (float[N,8] x) => (float[N,2] y) { p = MatMul(x, l)  y = Log(p) }", set()),
+    "of what is bounded": ("m (float[N,2] x) => (float[N,2] y) { s = Sigmoid(x)  y = Log(s) }", set()),
+}
+
+
+@pytest.mark.parametrize("name", LOGARITHMS)
+def test_logarithms_of_what_is_fed(name: str) -> None:
+    text, expected = LOGARITHMS[name]
+    program, constraints = program_of(text), Constraints()
+    keep_fed_logarithms(program, Flow(program), Ranges(program), constraints)
+    assert {op.outputs[0].name for op in constraints.operators if op.outputs[0]} == expected
+
+
+def test_a_fed_number_beyond_float16_has_a_logarithm() -> None:
+    model = onnx.parser.parse_model(
+        HEAD + f"m (float[2,8] x) => (float[2,2] y) <{WEIGHTS}> {{ g = Log(x)  y = MatMul(g, l) }}"
+    )
+    x = np.geomspace(1e-9, 1e9, 16, dtype=np.float32).reshape(2, 8)
+    (wanted,) = session(model).run(None, {"x": x})
+    (got,) = run_faithful(amp.convert(model), {"x": x})
+    np.testing.assert_allclose(got, wanted, rtol=2e-3, atol=5e-3)
+    within = amp.convert(model, input_ranges={"x": (1e-3, 1000.0)})
+    assert next(op for op in within.operators if op.type == "Log").precision == "float16"

@@ -145,3 +145,22 @@ def test_a_sum_of_integer_products_is_no_16_bit_number() -> None:
         "Cast": "float32",
         "Mul": "float32",
     }
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("weight", ["Sub(x, f)", "Sub(x, n)", "Sub(next, x)"])
+def test_a_table_is_read_between_two_places(weight: str, dtype: str) -> None:
+    """The fraction of a place in it is a weight: of 2000.4 float16 has left 0, and bfloat16 8 from the next integer."""
+    size = 3000
+    text = f"""m (float[50] x, float[{size}] table) => (float[50] y) <float one = {{1}}, int64 first = {{1}}> {{
+        f = Floor(x)  i = Cast<to=7>(f)  n = Cast<to=1>(i)  j = Add(i, first)  next = Add(f, one)
+        a = Gather(table, i)  b = Gather(table, j)  w = {weight}  v = Sub(one, w)
+        p = Mul(a, {"w" if "next" in weight else "v"})  q = Mul(b, {"v" if "next" in weight else "w"})  y = Add(p, q) }}"""
+    random = np.random.default_rng(0)
+    x = (random.uniform(0, size - 2, 50)).astype(np.float32)
+    table = random.standard_normal(size).astype(np.float32)
+    program = amp.convert(onnx.parser.parse_model(HEAD + text), dtype=dtype)
+    reasons = {op.outputs[0].name: op.reason for op in program.operators if op.outputs[0] is not None}
+    assert reasons["w"] == "fp32: the fraction of what becomes an integer in 'i'"
+    (got,) = amp.Executor(threads=1).run(program, feed={"x": x, "table": table}, fetch_list=["y"])
+    np.testing.assert_allclose(got, np.interp(x, np.arange(size), table), atol=0.003 if dtype == "float16" else 0.03)

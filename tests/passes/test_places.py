@@ -59,6 +59,20 @@ CASES = {
         { o = Mul(of, apart)  u = Unsqueeze(o, one)  a = Add(b, u)  r = Sigmoid(s)  y = NonMaxSuppression(a, r) }""",
         {"o", "u", "a", "y"},
     ),
+    "an intersection over a union": (
+        """m (float[7,4] a, float[7,4] b) => (float[7,1] y) <int64[1] axis = {1}, float zero = {0}> {
+        a0, a1 = Split<axis=1, num_outputs=2>(a)  b0, b1 = Split<axis=1, num_outputs=2>(b)
+        least = Min(a1, b1)  largest = Max(a0, b0)  both0 = Sub(least, largest)  both = Max(both0, zero)
+        w, h = Split<axis=1, num_outputs=2>(both)  inter = Mul(w, h)
+        sa = Sub(a1, a0)  wa, ha = Split<axis=1, num_outputs=2>(sa)  of_a = Mul(wa, ha)
+        y = Div(inter, of_a) }""",
+        {"a0", "b0", "least", "largest", "both0", "both", "w", "inter", "sa", "wa", "of_a", "y"},
+    ),
+    "a range": (
+        """m (float[2] a, float[2] b, float[2] z) => (float[2] y)
+        { least = Min(a, z)  largest = Max(b)  both = Sub(least, largest)  y = Tanh(both) }""",
+        set(),
+    ),
     "no image": ("m (float[2] x, float[2] z) => (float[2] y) { a = Add(x, z)  y = Tanh(a) }", set()),
 }
 

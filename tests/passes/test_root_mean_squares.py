@@ -226,3 +226,38 @@ def test_deviations_by_which_is_divided_and_scaled_back(form: str) -> None:
 )
 def test_what_is_no_deviation_keeps_its_root(form: str) -> None:
     assert any(op.type == "Sqrt" for op in amp.convert(deviation(form)).walk())
+
+
+@pytest.mark.parametrize("weight", [True, False])
+@pytest.mark.parametrize("shape", ["N, 5, 4096", "N, 48, 16, 16"])
+def test_a_row_may_be_long(shape: str, weight: bool) -> None:
+    """The norm of 4096 numbers leaves float16 where their root mean square is 1023, and what it divided was 0."""
+    axes, row = ("-1", (4096,)) if shape.endswith("4096") else ("1, 2, 3", (48, 16, 16))
+    last = "y = Mul(n, w)" if weight else "y = Identity(n)"
+    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[{shape}] x) => (float[{shape}] y)
+        <float two = {{2}}, float e = {{1e-6}}, float[1] w = {{1.5}}> {{
+            s = Pow(x, two)  m = ReduceMean<axes = [{axes}]>(s)  d = Add(m, e)  r = Sqrt(d)  n = Div(x, r)  {last}
+        }}"""
+    program = amp.convert(onnx.parser.parse_model(text))
+    assert sum(op.type == "Cast" for op in program.walk()) == 2
+    rng = np.random.default_rng(0)
+    for size in (1e-3, 1.0, 4000.0):
+        x = rng.standard_normal((2, 5, *row) if len(row) == 1 else (2, *row)) * size
+        x = x.astype(np.float16).astype(np.float32)
+        (got,) = faithful(program, {"x": x})
+        over = tuple(range(-len(row), 0))
+        wanted = x / np.sqrt((x.astype(np.float64) ** 2).mean(over, keepdims=True) + 1e-6) * (1.5 if weight else 1)
+        np.testing.assert_allclose(got, wanted, rtol=2e-3, atol=1e-5)
+
+
+def test_a_mean_square_of_many_numbers() -> None:
+    """Their norm leaves float16 before the mean does: that of 400,000 from a root mean square of 104 on."""
+    text = """<ir_version: 8, opset_import: ["" : 13]> g (float[3, 400, 1000] x) => (float[3, 1, 1] y) <float c = {0.5}> {
+        s = Mul(x, x)  m = ReduceMean<axes = [1, 2]>(s)  y = Mul(m, c)
+    }"""
+    program = amp.convert(onnx.parser.parse_model(text))
+    assert not any(op.precision == "float32" for op in program.walk() if op.type == "ReduceL2")
+    x = np.random.default_rng(0).uniform(-1, 1, (3, 400, 1000)) * [[[0.1]], [[10]], [[300]]]
+    x = x.astype(np.float16).astype(np.float32)
+    (got,) = faithful(program, {"x": x})
+    np.testing.assert_allclose(got, 0.5 * (x.astype(np.float64) ** 2).mean((1, 2), keepdims=True), rtol=2e-3)

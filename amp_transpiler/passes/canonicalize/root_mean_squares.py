@@ -6,6 +6,9 @@ as one more element of the vector: ``sqrt(L2(x)**2 + n * epsilon)`` is the norm 
 the factor ``1 / sqrt(n)`` goes into the weight of the norm where there is one. A sum and an epsilon under a root are a
 mean over one; without an epsilon they are a length (:mod:`.unit_vectors`). torch's own variance is a mean times a
 number, whose dimensions are put back in the end; one of deviations has an epsilon under the root or behind it.
+
+The norm of a long row leaves float16 long before its mean square's root does, and what is divided by it is 0 then. So
+it is the norm of the norms of its parts, each over the root of how many they are.
 """
 
 from __future__ import annotations
@@ -29,6 +32,10 @@ from amp_transpiler.passes.view.of_type import of_type
 
 #: The largest weight that takes the root of a count in; a larger product would come near the end of float16.
 _LARGE = 1024.0
+#: The longest row of which one norm is taken: it leaves float16 from a root mean square of 5790 on (of 4096: 1023).
+_ROW = 128
+#: The shortest part of a longer one.
+_PART = 8
 #: A root of an epsilon that is less is lost in float16.
 LEAST_ROOT = 1e-6
 #: What reads a mean square so that the digits of a small one count.
@@ -99,7 +106,8 @@ class _Found:
         out = None if found is None else found.op.output(0)
         if found is None or out is None or found.op in self.keep or out.name in self.names:
             return False
-        root, epsilon, count, shape = found.op, found.epsilon, self.count / found.factor, self._kept_shape()
+        part = self._part()
+        root, epsilon, count, shape = found.op, found.epsilon, part / found.factor, self._kept_shape()
         of_sum = of_sum and found.factor == 1
         readers = [op for op, _ in out.readers]
         if out in self.program.outputs or not readers or any(isinstance(s, str) for _, s in out.readers):
@@ -109,8 +117,11 @@ class _Found:
         quotients = self._quotients(out)
         if of_sum and quotients is None:  # the magnitude of a spectrum, whose digits may count
             return False
-        norm = self._norm(self.x, self.axes, shape)
-        if epsilon:
+        one_row, norms = len(self.axes) == 1 and part < self.count, self._of_parts(part)
+        if epsilon and one_row:
+            norms = self._padded(norms, math.sqrt(epsilon * count))
+        norm = self._norm(norms, self.axes, shape)
+        if epsilon and not one_row:
             norm = self._norm(self._padded(norm, math.sqrt(epsilon * count)), self.axes[-1:], shape)
         if count != 1 and (quotients is None or not self._scale_weights(quotients, count)):
             norm = self._scaled(norm, 1 / math.sqrt(count))
@@ -136,8 +147,10 @@ class _Found:
         if _counts(self.made):
             return False
         last, factor = self._multiplied()
-        norm, made, name = self._norm(self.x, self.axes, self.made.shape), last.outputs[0], last.name
-        shares = [self._scaled(norm, share) for share in _factors(factor / self.count)]
+        part = self._part()
+        norm = self._norm(self._of_parts(part), self.axes, self.made.shape)
+        made, name = last.outputs[0], last.name
+        shares = [self._scaled(norm, share) for share in _factors(factor / part)]
         remove(last, {self.x})
         self._add("Mul", shares, made, name)
         return True
@@ -227,6 +240,21 @@ class _Found:
             op.set_input(slot, self.program.add_constant(f"{weight.name}.scaled", array))
         return True
 
+    def _part(self) -> int:
+        """Of how many elements of a row a norm is taken at once: of a part of the last axis, or of all.
+
+        One of which a row has a power of 4, where there is one: the root of that number is exact.
+        """
+        last, shape = self.axes[-1], self.x.shape or ()
+        size, behind = shape[last], static(shape[last + 1 :])
+        assert isinstance(size, int)
+        if self.count <= _ROW:
+            return self.count
+        parts = [size] if size <= _ROW else []
+        if not parts and behind is not None and all(behind):
+            parts = [n for n in range(_PART, _ROW + 1) if size % n == 0]
+        return max(parts, key=lambda n: (math.log(self.count // n, 4).is_integer(), n), default=self.count)
+
     # -- new operators -----------------------------------------------------------------------------------
     def _add(self, type_: str, inputs: Sequence[Variable | None], output: Variable | None, name: str = "") -> None:
         self.program.add_operator(type_, inputs, [output], name=name, like=self.mean)
@@ -240,13 +268,33 @@ class _Found:
         op.metadata[NORM] = "of a mean square"
         return out
 
+    def _of_parts(self, part: int) -> Variable:
+        """The norms of parts of the rows, over the root of how many a row has: as large as that of one part."""
+        x, shape, last = self.x, list(self.x.shape or ()), self.axes[-1]
+        size = shape[last]
+        assert isinstance(size, int)
+        if part == self.count:
+            return x
+        axes, shape[last] = [last], size // part
+        if part < size:
+            pieces = [*shape[: last + 1], part, *shape[last + 1 :]]
+            sizes = [0] * last + [int(piece or 0) for piece in pieces[last:]]
+            target = self.program.add_constant(f"{self.made.name}.parts", np.array(sizes, np.int64))
+            x, axes = self._new(tuple(pieces)), [last + 1]
+            self._add("Reshape", [self.x, target], x)
+        norms = self._new(tuple(shape))
+        op = add_operator(self.mean, "ReduceL2", [x], [norms], axes=axes, keepdims=int(part == size))
+        op.metadata[NORM] = "of parts of a mean square"
+        return self._scaled(norms, math.sqrt(part / self.count))
+
     def _padded(self, x: Variable, value: float) -> Variable:
         """One more element along the last of the axes."""
         rank, axis = len(self.x.shape or ()), self.axes[-1]
         pads = [0] * (2 * rank)
         pads[rank + axis] = 1
-        shape = None if x.shape is None else tuple(2 if i == axis else size for i, size in enumerate(x.shape))
-        out = self._new(shape)
+        size = x.shape[axis] if x.shape else None
+        assert isinstance(size, int) and x.shape is not None
+        out = self._new((*x.shape[:axis], size + 1, *x.shape[axis + 1 :]))
         add_operator(self.mean, "Pad", [x], [out], pads=pads, value=value)
         return out
 

@@ -5,18 +5,20 @@ anything (times and their frequencies, coordinates and a matrix of directions), 
 integers, constants and weights alone: prompts, time steps, rotary positions, Fourier features. What a layer computes
 was rounded before, and its sine is an activation, which may be 16 bit. So may the sine of what is proved to be no more
 than half a turn.
+
+Likewise logarithms, which are taken of what is of any size: counts, incomes, energies. float16 ends at 65504 and 6e-8.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
-from amp_transpiler.ir.types import FLOATS
+from amp_transpiler.ir.types import FLOATS, LIMITS
 from amp_transpiler.ops.einsum import labels_of
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.ranges import Ranges
@@ -32,15 +34,43 @@ def keep_angles(program: Graph, flow: Flow, ranges: Ranges, constraints: Constra
 
     What an earlier conversion did to the program makes no difference. Linear in its size.
     """
-    if not any(kind.periodic for kind in flow.kinds.values()):
-        return
-    given, angles = _given(program, flow), set[Variable]()
+    if any(kind.periodic for kind in flow.kinds.values()):
+        _keep(program, flow, constraints, Kind.ANGLE, lambda op, v: _is_angle(op) and not ranges.within(v, math.pi))
+
+
+def keep_fed_logarithms(program: Graph, flow: Flow, ranges: Ranges, constraints: Constraints) -> None:
+    """Add to ``constraints`` the logarithms of what is fed and may leave float16, and what computes their operands."""
+    if "Log" in flow.kinds:
+        limits = LIMITS["float16"]
+
+        def may_leave(op: Operator, variable: Variable) -> bool:
+            low, high = ranges.bound(variable) or (0.0, math.inf)
+            leaves = high > limits.largest or 0 < low < limits.normal
+            return op.full_type == "Log" and leaves and not _held(variable)
+
+        _keep(program, flow, constraints, Kind.FED_LOGARITHM, may_leave)
+
+
+def _keep(
+    program: Graph, flow: Flow, constraints: Constraints, kind: Kind, taken: Callable[[Operator, Variable], bool]
+) -> None:
+    """Keep the operators of which ``taken`` holds for their operand, where that is given, and what computes it."""
+    given, wanted = _given(program, flow), set[Variable]()
     for op, _, read in reversed(flow.steps):
-        angle = read[0] if traits_of(op).periodic else None
-        taken = angle is not None and angle in given and not ranges.within(angle, math.pi)
-        if taken or any(v in angles and v in given for v in op.outputs if v is not None):
-            constraints.keep(op, Reason(Kind.ANGLE))
-            angles.update(v for v in read if v is not None)
+        operand = read[0] if read else None
+        found = operand is not None and (operand in given or _held(operand)) and taken(op, operand)
+        if found or any(v in wanted and v in given for v in op.outputs if v is not None):
+            constraints.keep(op, Reason(kind))
+            wanted.update(v for v in read if v is not None)
+
+
+def _is_angle(op: Operator) -> bool:
+    return traits_of(op).periodic
+
+
+def _held(variable: Variable) -> bool:
+    """Whether the program holds it."""
+    return variable.persistable or variable.data is not None
 
 
 def _given(program: Graph, flow: Flow) -> set[Variable]:
@@ -50,7 +80,7 @@ def _given(program: Graph, flow: Flow) -> set[Variable]:
         operands = [v for v in read if v is not None]
         if operands and not (moves(op) or traits_of(op).elementwise or _sums_few(op, operands)):
             continue
-        if not op.attrs.programs and all(v in given or v.persistable or v.data is not None for v in operands):
+        if not op.attrs.programs and all(v in given or _held(v) for v in operands):
             given.update(v for v in op.outputs if v is not None)
     return given
 

@@ -5,7 +5,8 @@ counts. A comparison of them ends the chain; one with small integers is right in
 computes, and weights, end it too; so do sine and cosine, which bring integers into [-1, 1]. Sums of integer
 products (a quantised layer) leave float16 at once: the float that they become is not stored in 16 bit, before the
 scale brings it back. Backwards, from floats that become integers: elementwise arithmetic on the way to an index or a
-size, or to what is quantised by a scale that is computed.
+size, or to what is quantised by a scale that is computed. What rounding took off such a float is the weight by which
+neighbours are mixed: that difference is computed in fp32 too.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ _ARITHMETIC = frozenset(
 )
 #: What computes between a float and the integer that it becomes.
 _ROUNDS = _ARITHMETIC - {"Exp", "Log", "Pow", "Sqrt", "ReduceSum", "CumSum"}
+#: What makes a float one of the integers beside it, and what still says which one.
+_TO_INTEGER = frozenset({"Floor", "Ceil", "Round"})
+_BESIDE = frozenset({"Add", "Sub", "Clip", "Max", "Min"})
 #: What makes floats of integers, and integers of floats.
 _CASTS = frozenset({"Cast", "CastLike"})
 #: What adds up products of integers.
@@ -57,7 +61,9 @@ def keep_integer_valued(program: Graph, constraints: Constraints) -> None:
         return
     ops = [op for op in program.walk() if not op.inserted]
     _forwards(ops, constraints)
-    _backwards(ops, constraints)
+    becomes = _backwards(ops, constraints)
+    if becomes:
+        _fractions(ops, becomes, constraints)
 
 
 def _forwards(ops: list[Operator], constraints: Constraints) -> None:
@@ -136,7 +142,8 @@ def _outer_product(op: Operator, name: str) -> bool:
     )
 
 
-def _backwards(ops: list[Operator], constraints: Constraints) -> None:
+def _backwards(ops: list[Operator], constraints: Constraints) -> dict[Variable, str]:
+    """What is found to become an integer, and the name of that."""
     becomes: dict[Variable, str] = {}
     for op in reversed(ops):
         name = op.full_type
@@ -160,3 +167,36 @@ def _backwards(ops: list[Operator], constraints: Constraints) -> None:
         for variable in operands(op):
             if not is_constant(source(variable)):
                 becomes.setdefault(source(variable), target)
+    return becomes
+
+
+def _fractions(ops: list[Operator], becomes: dict[Variable, str], constraints: Constraints) -> None:
+    """Keep the differences between a float and the integers beside it, of which one is what it becomes."""
+    #: Of which float a tensor is an integer beside it, or the float itself.
+    beside: dict[Variable, Variable] = {}
+    for op in ops:
+        name, made, read = op.full_type, op.output(0), [source(v) for v in op.inputs if v is not None]
+        if made is None or not read:
+            continue
+        first = read[0]
+        of = {beside[v] for v in read if v in beside}
+        if name == "Sub" and len(read) == 2:
+            for float_, integer in (read, read[::-1]):
+                if _moved(float_) in becomes and beside.get(integer) is _moved(float_):
+                    constraints.keep(op, Reason(Kind.FRACTION, becomes[_moved(float_)]))
+        rounds = name in _TO_INTEGER or (name in _CASTS and first.dtype in FLOATS and made.dtype in _TARGETS)
+        if rounds and (first in beside or _moved(first) in becomes):
+            beside[made] = beside.get(first, _moved(first))
+        elif len(of) == 1 and (moves(op) or name in _CASTS or (name in _BESIDE and _with_numbers(read, beside))):
+            beside.update((v, next(iter(of))) for v in op.outputs if v is not None)
+
+
+def _with_numbers(read: list[Variable], beside: dict[Variable, Variable]) -> bool:
+    return all(v in beside or _is_number(v) for v in read)
+
+
+def _moved(variable: Variable) -> Variable:
+    """What a tensor was before it was moved about."""
+    while (op := variable.producer) is not None and traits_of(op).moves == (0,) and op.inputs[0] is not None:
+        variable = source(op.inputs[0])
+    return variable

@@ -19,7 +19,7 @@ from amp_transpiler.ir.types import FLOATS, SHORT
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.numerics.comparisons import keep_comparisons
 from amp_transpiler.passes.numerics.constraints import Constraints
-from amp_transpiler.passes.numerics.fed_angles import keep_angles
+from amp_transpiler.passes.numerics.fed_angles import keep_angles, keep_fed_logarithms
 from amp_transpiler.passes.numerics.integer_valued import keep_integer_valued
 from amp_transpiler.passes.numerics.near_one import keep_near_one
 from amp_transpiler.passes.numerics.overflow_rules import apply_overflow_rules
@@ -28,6 +28,7 @@ from amp_transpiler.passes.numerics.poles import keep_from_poles
 from amp_transpiler.passes.numerics.quantised import keep_fake_quantised, keep_quantised
 from amp_transpiler.passes.numerics.ranges import Ranges
 from amp_transpiler.passes.numerics.rounding_loss import check_constants
+from amp_transpiler.passes.numerics.running_sums import keep_running_sums
 from amp_transpiler.passes.pipeline import Context, Pass
 from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.given import LISTS, LOSS, losses_of
@@ -47,6 +48,9 @@ def known_constraints(
     keep_integer_valued(program, constraints)
     keep_places(flow, constraints)
     keep_angles(program, flow, ranges, constraints)
+    if dtype == "float16":
+        keep_fed_logarithms(program, flow, ranges, constraints)
+    keep_running_sums(flow, constraints)
     keep_comparisons(flow, constraints)
     keep_quantised(program, constraints)
     apply_overflow_rules(program, dtype, ranges, constraints, flow)

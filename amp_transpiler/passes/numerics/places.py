@@ -3,6 +3,9 @@
 Backwards from what reads there: through what moves them, elementwise arithmetic, and matrices that turn coordinates.
 What else makes them is fp32 as well where it makes the places themselves, as a layer that predicts regions; where only
 arithmetic makes places of its results, as of a flow that is added to a grid, these may be 16 bit.
+
+The least of two ends less the largest of two beginnings is the overlap of two boxes. Areas leave float16 from 256
+pixels on, so that all that is computed of such places is fp32, up to a quotient such as an intersection over a union.
 """
 
 from __future__ import annotations
@@ -27,11 +30,14 @@ def keep_places(flow: Flow, constraints: Constraints) -> None:
 
     What an earlier conversion did to the program makes no difference. Linear in its size.
     """
-    if not any(kind.places for kind in flow.kinds.values()):
+    boxes = flow.kinds.keys() >= {"Min", "Max", "Sub"}
+    if not boxes and not any(kind.places for kind in flow.kinds.values()):
         return
     why = Reason(Kind.PLACES)
     #: What becomes places, and whether it holds them as it is.
     becomes: dict[Variable, bool] = {}
+    overlaps = [read for _, name, read in flow.steps if boxes and name == "Sub" and _is_overlap(read)]
+    becomes |= {v: True for read in overlaps for v in read if v is not None}
     for op, _, _ in reversed(flow.steps):
         places = traits_of(op).places
         if places:
@@ -48,6 +54,22 @@ def keep_places(flow: Flow, constraints: Constraints) -> None:
         for variable in map(source, operands(op)) if passes else ():
             if not is_constant(variable):
                 becomes[variable] = held or becomes.get(variable, False)
+    for op, name, read in flow.steps if overlaps else ():
+        operands_ = [v for v in read if v is not None and not is_constant(v)]
+        if not operands_ or any(v not in becomes for v in operands_) or op.attrs.programs:
+            continue
+        if moves(op) or traits_of(op).elementwise:
+            constraints.keep(op, why)
+            becomes.update((v, False) for v in op.outputs if v is not None and name != "Div")
+
+
+def _is_overlap(read: list[Variable | None]) -> bool:
+    """Whether a difference is the least of two computed tensors less the largest of two others."""
+    for variable, name in zip(read, ("Min", "Max"), strict=True):
+        maker = None if variable is None else variable.producer
+        if maker is None or maker.full_type != name or sum(not is_constant(source(v)) for v in operands(maker)) != 2:
+            return False
+    return True
 
 
 def _turns(op: Operator, flow: Flow) -> bool:
