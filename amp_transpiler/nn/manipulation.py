@@ -135,16 +135,24 @@ def concat(x: Sequence[Variable], axis: int = 0, *, name: str | None = None) -> 
 def split(
     x: Variable, num_or_sections: int | Sequence[int], axis: int = 0, *, name: str | None = None
 ) -> list[Variable]:
-    """Cut ``x`` along ``axis`` into a number of equal parts, or into parts of these sizes (one may be -1)."""
+    """Cut ``x`` along ``axis`` into a number of equal parts, or into parts of these sizes (one may be -1).
+
+    Of a size that only the run knows the last part is the shorter one where it cannot be cut evenly; parts of given
+    sizes, none of them -1, must then add up in the run.
+    """
     call = "split"
     axis = axis_of(call, axis, x)
-    size = fixed(call, "x", x, axis)
+    size = (x.shape or ())[axis]
     if isinstance(num_or_sections, (list, tuple)):
         sections = _ints(call, "num_or_sections", num_or_sections, -1).tolist()
+        open_size = not isinstance(size, int) and min(sections, default=0) > 0
+        size = sum(sections) if open_size else fixed(call, "x", x, axis)
         if sections.count(-1) == 1:
             sections[sections.index(-1)] = size - sum(sections) - 1
     else:
         number = whole(call, "num_or_sections", num_or_sections)
+        if not isinstance(size, int):
+            return append_many(call, "Split", [x], number, attrs={"axis": axis, "num_outputs": number})
         if size % number:
             raise ArgumentError(f"{call}: dimension {axis} of {describe(x)} cannot be cut into {number} equal parts")
         sections = [size // number] * number

@@ -21,6 +21,7 @@ _RNG = np.random.default_rng(0)
 _CLASSES = 1000
 _LABELS = np.arange(7, 967, 160)
 _SMOOTH = 0.003
+_BINARY = np.tile(np.arange(48) % 2, (4, 1)).astype(np.float32)
 
 
 def held(array: Array) -> Array:
@@ -78,6 +79,11 @@ CASES: dict[str, Case] = {
         lambda x: F.cross_entropy(x, F.assign(_LABELS), "none", label_smoothing=_SMOOTH),
         smoothed,
         [normal(len(_LABELS), _CLASSES, size=8)],
+    ),
+    "sure of binary labels": (
+        lambda x: F.bce_with_logits(x, F.assign(_BINARY), "none"),
+        lambda x: np.log1p(np.exp(np.where(_BINARY > 0, -x, x))),
+        [np.where(np.arange(48) % 2, 1, -1) * _RNG.uniform(4, 10, (4, 48))],
     ),
     "log loss": (
         lambda p: F.log_loss(p, F.full_like(p, 0.0)),
