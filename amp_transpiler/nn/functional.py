@@ -111,7 +111,7 @@ from amp_transpiler.nn.indexing import (
     take_along_axis,
     unique,
 )
-from amp_transpiler.nn.linalg import bmm, dot, einsum, linear, matmul, mm
+from amp_transpiler.nn.linalg import bmm, dot, einsum, linear, matmul, mm, tril, triu
 from amp_transpiler.nn.losses import (
     bce_with_logits,
     binary_cross_entropy,
@@ -140,8 +140,6 @@ from amp_transpiler.nn.manipulation import (
     strided_slice,
     tile,
     transpose,
-    tril,
-    triu,
     unbind,
     unsqueeze,
     unstack,

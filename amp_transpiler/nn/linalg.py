@@ -1,10 +1,12 @@
-"""Matrix products."""
+"""Matrices: their products and triangles."""
 
 from __future__ import annotations
 
+import numpy as np
+
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.nodes import Variable
-from amp_transpiler.nn.building import FLOATING, append, flag, fresh, variable
+from amp_transpiler.nn.building import FLOATING, LARGEST, append, flag, fresh, variable, whole
 from amp_transpiler.nn.calls import function
 
 
@@ -74,3 +76,21 @@ def linear(x: Variable, weight: Variable, bias: Variable | None = None, *, name:
     if bias is None:
         return y
     return append(call, "Add", [y, variable(call, "bias", bias, dtypes=(str(x.dtype),), rank=1)], prefix=prefix)
+
+
+def _triangle(call: str, x: Variable, diagonal: int, upper: int) -> Variable:
+    variable(call, "x", x, min_rank=2)
+    offset = np.array(whole(call, "diagonal", diagonal, -LARGEST), np.int64)
+    return append(call, "Trilu", [x, offset], attrs={"upper": upper})
+
+
+@function()
+def tril(x: Variable, diagonal: int = 0, *, name: str | None = None) -> Variable:
+    """``x`` with zeros above the ``diagonal`` of its last two dimensions."""
+    return _triangle("tril", x, diagonal, 0)
+
+
+@function()
+def triu(x: Variable, diagonal: int = 0, *, name: str | None = None) -> Variable:
+    """``x`` with zeros below the ``diagonal`` of its last two dimensions."""
+    return _triangle("triu", x, diagonal, 1)

@@ -341,24 +341,6 @@ def roll(
     return append(call, "Concat", [back, front], attrs={"axis": at}, prefix=prefix)
 
 
-def _triangle(call: str, x: Variable, diagonal: int, upper: int) -> Variable:
-    variable(call, "x", x, min_rank=2)
-    offset = np.array(whole(call, "diagonal", diagonal, -LARGEST), np.int64)
-    return append(call, "Trilu", [x, offset], attrs={"upper": upper})
-
-
-@function()
-def tril(x: Variable, diagonal: int = 0, *, name: str | None = None) -> Variable:
-    """``x`` with zeros above the ``diagonal`` of its last two dimensions."""
-    return _triangle("tril", x, diagonal, 0)
-
-
-@function()
-def triu(x: Variable, diagonal: int = 0, *, name: str | None = None) -> Variable:
-    """``x`` with zeros below the ``diagonal`` of its last two dimensions."""
-    return _triangle("triu", x, diagonal, 1)
-
-
 _MODES = {"constant": "constant", "reflect": "reflect", "replicate": "edge", "circular": "wrap"}
 
 
