@@ -16,7 +16,7 @@ import onnx
 from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.evaluation import evaluated
-from amp_transpiler.ir.types import HALF, ONNX_TYPES
+from amp_transpiler.ir.types import HALF, LIMITS, ONNX_TYPES
 from amp_transpiler.ops.common import exchanged, multiple, number_of, size_of
 
 #: A function of one number, elementwise, as a rule writes it.
@@ -315,7 +315,7 @@ def rounded_once(e: Emitter, function: Function, x: Value, reach: float) -> Valu
     """
     if not e.at.fused or x.dtype not in HALF:
         return e.cast(function(e, e.f32(x)), x.dtype)
-    steps = 2.0 ** math.floor(math.log2(65504 / reach))
+    steps = 2.0 ** math.floor(math.log2(LIMITS["float16"].largest / reach))
     end = e.like(reach * steps, x)
     place = e.Mul(x, e.like(steps, x))
     if x.dtype == "bfloat16":  # CUDA has no kernel of Clip

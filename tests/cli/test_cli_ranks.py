@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from amp_transpiler.cli import main
 from amp_transpiler.cli.ranks import Voice
 from amp_transpiler.errors import ArgumentError, DistributedError
+from amp_transpiler.runtime.collective import mpi
+from tests.helpers.where import ROOT
 from tests.tools.rank_kills import all_of_them
 from tests.tools.ranks_run import mpiexec
 
@@ -56,3 +59,10 @@ def test_a_training_that_loses_ranks_ends_as_one_that_does_not(tmp_path: Path) -
     """
     striker = all_of_them(tmp_path, 2, 2, 0, 3, 12, threads=True)
     assert striker.struck["kills"] == 2
+
+
+def test_the_first_import_of_the_command_asks_for_ranks_as_the_engine_does() -> None:
+    """It may import nothing, and so has the names of the launchers' variables itself."""
+    tree = ast.parse((ROOT / "amp_transpiler" / "command" / "__init__.py").read_text(encoding="utf-8"))
+    said = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    assert ast.literal_eval(said["_RANKS"]) == mpi._RANKS

@@ -16,7 +16,7 @@ from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import lookup
 from amp_transpiler.ir.tensors import as_array
-from amp_transpiler.ir.types import FLOATS, HALF
+from amp_transpiler.ir.types import FLOATS, HALF, LIMITS
 from amp_transpiler.lists import Fault, faults, has_kernel, kernel_types, place_traits, unsupported_reason
 from amp_transpiler.ops.einsum import labels_of, sizes_of
 from amp_transpiler.passes.view import constants
@@ -31,7 +31,7 @@ _PASS = 8
 #: Of fewer channels, and fewer products, another kernel adds up.
 _FEW = 8
 #: Of a variance of nothing and this epsilon, what a norm multiplies by is the largest number of float16.
-_EPSILON = 1 / 65504**2
+_EPSILON = 1 / LIMITS["float16"].largest ** 2
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ import onnxruntime as ort
 from onnx import helper
 
 from amp_transpiler.ir.types import FLOATS, HALF, ONNX_TYPES
+from amp_transpiler.lists import TARGET_OPSET
 
 #: Elements of a piece: two or three times this many fp32 values fit into a second-level cache.
 PIECE = 1 << 18
 #: Addends of one session's run.
 _ADDENDS = 8
-_OPSET = 21
 #: The bits of a bfloat16 without its sign, from which value of them on it is infinite or NaN.
 _MAGNITUDE, _INFINITE = np.uint16(0x7FFF), np.uint16(0x7F80)
 
@@ -107,7 +107,7 @@ def _session(dtype: str, addends: int, continued: bool, last: bool, mean: int | 
         [helper.make_tensor_value_info("y", kind, ["n"])],
         constants,
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=10)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", TARGET_OPSET)], ir_version=10)
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
