@@ -18,6 +18,7 @@ from amp_transpiler.ir.opdef import flops_of, traits_of
 from amp_transpiler.lists.devices import devices, find_device, parse_devices
 from amp_transpiler.passes.lowering.cost_estimate import CostEstimate
 from tests.helpers.benchmark_programs import LARGE, MODES, PROGRAMS, step
+from tests.helpers.sessions import run
 from tests.record.costs import FILE, costs, temporaries
 
 CUDA = amp.CUDAPlace(0)
@@ -144,8 +145,24 @@ def test_sizes_that_data_decide_are_as_large_as_they_can_be() -> None:
 def test_sizes_that_are_not_known_are_refused() -> None:
     with pytest.raises(amp.AmpError, match="shape of tensor 'q' is not known before the run"):
         estimate(
-            "q = SplitToSequence(x)  n = ConcatFromSequence <axis = 0> (q)  y = Relu(n)", outputs="float[64, 32] y"
+            "q = SplitToSequence(x, sizes)  n = ConcatFromSequence <axis = 0> (q)  y = Relu(n)",
+            "float[64, 32] x, int64[2] sizes",
         )
+
+
+def test_a_sequence_of_known_pieces_counts_as_tensors() -> None:
+    body = """half = Constant<value_int = 16>()  last = Constant<value_int = -1>()
+        q = SplitToSequence <axis = 1> (x, half)  a = SequenceAt(q, last)  c = ConcatFromSequence <axis = 1> (q)
+        n = SequenceLength(q)  f = Cast <to = 1> (n)  b = Mul(a, f)  y = Concat <axis = 1> (b, c)"""
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : 17]> g (float[64, 32] x) => (float[64, 48] y) {{ {body} }}'
+    )
+    lowered = amp.Program.from_onnx(model).lower(amp.CUDAPlace(0)).model
+    assert not [node.op_type for node in lowered.graph.node if "Sequence" in node.op_type]
+    x = np.random.default_rng(0).standard_normal((64, 32)).astype(np.float32)
+    np.testing.assert_array_equal(*(run(each, {"x": x})[0] for each in (model, lowered)))
+    pieces = 4 + 4 + 2 + 6  # that Split, the first Concat, Mul and the last one read and write, beside single numbers
+    assert estimate(body, outputs="float[64, 48] y").bytes_by_type["float32"] // (4 * 64 * 16) == pieces
 
 
 def test_a_feed_of_no_dimensions_has_a_shape() -> None:

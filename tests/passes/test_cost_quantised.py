@@ -55,6 +55,6 @@ def test_an_operator_without_a_shape_rule_is_named() -> None:
 
 
 def test_so_is_one_whose_sizes_hang_on_data() -> None:
-    body = "q = SplitToSequence(x)  [c] n = ConcatFromSequence <axis = 0> (q)  y = Relu(n)"
+    body = "q = SplitToSequence(x, sizes)  [c] n = ConcatFromSequence <axis = 0> (q)  y = Relu(n)"
     with pytest.raises(amp.AmpError, match="SplitToSequence .*hang on data or feeds; give the shapes of all feeds"):
-        estimate(body, "float[4, 8] x", "float[4, 8] y")
+        estimate(body, "float[4, 8] x, int64[2] sizes", "float[4, 8] y")

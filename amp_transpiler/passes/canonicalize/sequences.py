@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from amp_transpiler.ir.constant_data import constant_array
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.passes.canonicalize.opset import add_operator
+from amp_transpiler.passes.pipeline import Context, Pass
 
 #: Pieces that one sequence may have.
 _MOST = 256
@@ -157,3 +159,16 @@ def _instead(op: Operator, type_: str, inputs: Sequence[Variable], out: Variable
     """Another operator makes what ``op`` made."""
     op.program.remove_operator(op)
     op.program.add_operator(type_, inputs, [out], attrs=attrs, name=op.name, like=op)
+
+
+@dataclass(frozen=True)
+class ExpandSequences(Pass):
+    """What is read of sequences whose pieces are known is read of tensors."""
+
+    name = "expand-sequences"
+
+    def applies(self, graph: Graph, context: Context) -> bool:
+        return any(v.type_proto is not None for v in graph.variables)
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        return expand_sequences(graph)

@@ -16,6 +16,7 @@ from amp_transpiler.lists import NEWEST_OPSET, TARGET_OPSET, place_kinds, place_
 from amp_transpiler.passes.canonicalize.control_flow import FEED_SHAPES, ExpandControlFlow
 from amp_transpiler.passes.canonicalize.inlining import InlineFunctions
 from amp_transpiler.passes.canonicalize.opset import can_convert, convert_opset
+from amp_transpiler.passes.canonicalize.sequences import ExpandSequences
 from amp_transpiler.passes.canonicalize.standard_form import DecomposeForRuntime
 from amp_transpiler.passes.lowering.arithmetic import Arithmetic, kernels_of
 from amp_transpiler.passes.lowering.computed_sizes import decided_error, with_computed_sizes
@@ -130,8 +131,8 @@ class Emit(Pass):
 def lowering(place: str) -> Pipeline:
     """The passes that make the model that ``place`` runs."""
     opset, expanded = RuntimeOpset(place), ExpandControlFlow(place)
-    prepared = InlineFunctions(), DecomposeForRuntime(), opset, expanded, MixedNorms(place), RoomForRows()
-    return Pipeline((*prepared, Emit(place)))
+    straight = InlineFunctions(), DecomposeForRuntime(), opset, expanded, ExpandSequences()
+    return Pipeline((*straight, MixedNorms(place), RoomForRows(), Emit(place)))
 
 
 def lower(
