@@ -66,9 +66,7 @@ class DecidedSizes(Shapes):
     variables whose sizes they decide first hand.
     """
 
-    def __init__(
-        self, program: Graph, feed_shapes: Mapping[str, tuple[int, ...]] | None = None, above: float = 1.0
-    ) -> None:
+    def __init__(self, program: Graph, feed_shapes: Mapping[str, tuple[int, ...]] | None, above: float = 1.0) -> None:
         """``above``: the numbers begin at so many times what there can be."""
         self.above = above
         #: What sizes turned out to be, by where they are first: key of the operator, slot of its output, axis.

@@ -222,7 +222,7 @@ def _check_opsets(label: str, opsets: Iterable[onnx.OperatorSetIdProto]) -> None
 class DataFiles:
     """The external data files of one model, each mapped once."""
 
-    def __init__(self, label: str, folder: Path | None, model: Path | None = None) -> None:
+    def __init__(self, label: str, folder: Path | None, model: Path | None) -> None:
         self.label = label
         self.folder = folder
         self.model = model

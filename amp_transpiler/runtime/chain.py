@@ -101,8 +101,8 @@ class Chain:
         names: Sequence[Mapping[str, str]],
         types: Mapping[str, Type],
         place: Place,
-        exchanged: Sequence[Exchanged] = (),
-        engine: Engine | None = None,
+        exchanged: Sequence[Exchanged],
+        engine: Engine | None,
     ) -> None:
         self.sessions, self.exchanged, self.place = sessions, exchanged, place
         #: That on whose stream the sessions compute, where there is such a stream.

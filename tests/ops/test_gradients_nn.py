@@ -20,6 +20,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.nn import functional as F
 from amp_transpiler.ops import kernel_gradient
 from amp_transpiler.ops.window import Window
+from tests.helpers.forwardcheck import check_forward
 from tests.helpers.gradcheck import check_gradient, few, gradient_model, normal, seeds
 from tests.helpers.rules import as_model, run_cpu, run_reference, tensor_info
 
@@ -328,6 +329,14 @@ def test_global_pools(spatial: list[int], seed: int) -> None:
     check_gradient("GlobalMaxPool", [distinct(seed, shape)], half=FP16)
     for p in (1, 2, 3):
         check_gradient("GlobalLpPool", normal(seed, shape), attrs={"p": p}, forward=partial(norms, p=p))
+
+
+@pytest.mark.parametrize("p", [1, 2, 3])
+def test_global_norms_are_of_powers_that_leave_float16(p: int) -> None:
+    """Of places other than the CPU fp32 computes here; with ``--place`` the device does, in 16 bit too."""
+    check_forward(
+        "GlobalLpPool", [40 * np.abs(normal(7, (2, 3, 5, 5))[0])], attrs={"p": p}, forward=partial(norms, p=p)
+    )
 
 
 @pytest.mark.parametrize("type_", ["MaxPool", "AveragePool"])

@@ -50,13 +50,13 @@ def launched(environment: Mapping[str, str] = os.environ) -> tuple[int, str] | N
     return None
 
 
-def launched_rank(environment: Mapping[str, str] = os.environ) -> int:
+def launched_rank() -> int:
     """The number that a launcher of several ranks gave this one, before MPI has started; 0 where none did."""
-    found = launched(environment)
+    found = launched()
     if found is None or found[0] == 1:
         return 0
     own = dict(zip(_LAUNCHERS.values(), _RANKS, strict=True))[found[1]]
-    return int(environment.get(own, "0"))
+    return int(os.environ.get(own, "0"))
 
 
 def imported(timeout: float) -> Any:
