@@ -275,7 +275,7 @@ traits(_MS + "Gelu", _MS + "BiasGelu", _MS + "FastGelu", elementwise=True, carri
 traits(_MS + "BiasGelu", _MS + "FastGelu", weights=(1,), biases=(1,))
 traits(_MS + "FusedMatMul", _MS + "TransposeMatMul", product=True, weights=(1,))
 traits(_MS + "FusedConv", _MS + "FusedGemm", product=True, weights=(1, 2), biases=(2,))
-traits(_MS + "MatMulNBits", product=True, biases=(5,))
+traits(_MS + "MatMulNBits", product=True, biases=(5,), coarse="accuracy_level")
 traits(_MS + "Attention", weights=(1, 2), biases=(2,))
 traits(_MS + "MultiHeadAttention", weights=(3,), biases=(3,))
 traits(_MS + "DecoderMaskedMultiHeadAttention", weights=(10,), biases=(10,))

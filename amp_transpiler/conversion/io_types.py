@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.nodes import CAPTURE, Operator, Variable
+from amp_transpiler.ir.opdef import traits_of
+from amp_transpiler.passes.canonicalize.simplify import release
 from amp_transpiler.passes.pipeline import Context, Pass, Property
-from amp_transpiler.passes.precision.casts import add_cast
+from amp_transpiler.passes.precision.casts import add_cast, capture
 from amp_transpiler.passes.view.typing import programs
 
 
@@ -64,6 +66,10 @@ def _narrow_input(program: Graph, variable: Variable, dtype: str) -> None:
         program.remove_operator(cast)
         program.replace_uses(narrow, variable)
         program.remove_variable(narrow)
+    if full is not None:
+        _read_narrow(full, variable)
+        if not full.readers:
+            _remove_cast(full)
 
 
 def _narrow_output(program: Graph, variable: Variable, dtype: str) -> None:
@@ -76,6 +82,7 @@ def _narrow_output(program: Graph, variable: Variable, dtype: str) -> None:
     narrow = producer.inputs[0] if producer.inserted else None
     if narrow is not None and narrow.dtype == dtype and narrow not in program.outputs and narrow.producer is not None:
         program.rename_variable(narrow, name)
+        _read_narrow(variable, narrow)
     else:
         existing = _cast_of(variable, dtype)
         narrow = existing.outputs[0] if existing is not None else None
@@ -86,8 +93,29 @@ def _narrow_output(program: Graph, variable: Variable, dtype: str) -> None:
             program.rename_variable(narrow, name)
     program.outputs[slot] = narrow
     if producer.inserted and not variable.readers:
-        program.remove_operator(producer)
-        program.remove_variable(variable)
+        _remove_cast(variable)
+
+
+def _read_narrow(full: Variable, narrow: Variable) -> None:
+    """Let what reads ``full``, which widens ``narrow``, and takes any type read ``narrow``, in nested graphs too: a
+    cache of keys is not widened for its shape."""
+    for op, slot in list(full.readers):
+        if slot != CAPTURE:
+            if traits_of(op).shape_only or (op.full_type == "Cast" and not op.inserted):
+                op.set_input(int(slot), narrow)
+            continue
+        for nested in op.attrs.programs:
+            for inner in [v for v in nested.variables if v.outer is full]:
+                inside = next((v for v in nested.variables if v.outer is narrow), None)
+                _read_narrow(inner, inside or capture(nested, narrow))
+            release(op, nested)
+
+
+def _remove_cast(made: Variable) -> None:
+    """Take out a cast that nothing reads, with what it makes."""
+    assert made.producer is not None
+    made.program.remove_operator(made.producer)
+    made.program.remove_variable(made)
 
 
 def _cast_of(variable: Variable, dtype: str) -> Operator | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from amp_transpiler.conversion.calibration.as_given import outputs_as_given, session_as_given
 from amp_transpiler.errors import AmpError, FeedError, ModelFileError
+from amp_transpiler.ir.contrib_shapes import asked_sizes
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.tensors import byte_size
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
@@ -37,9 +38,10 @@ _COMPUTED = re.compile(r"[\w ()+*-]{3,100}", re.ASCII)
 def synthetic_sample(program: Program) -> tuple[dict[str, np.ndarray], list[Any]]:
     """One input of each, and the outputs: normal numbers, zeros and ones, and one turn of loops that an input counts.
 
-    Unknown dimensions are 1, or what their names compute of others (``past + 1``), and larger where the program does
-    not run on those (one pixel is no image) or makes nothing but zeros of them (one token may be padding). Raises what
-    running it on the first of the samples raises, and FeedError where that is too large.
+    Unknown dimensions are 1, what an operator asks of them (heads of a cache), or what their names compute of others
+    (``past + 1``), and larger where the program does not run on those (one pixel is no image) or makes nothing but
+    zeros of them (one token may be padding). Raises what running it on the first of the samples raises,
+    and FeedError where that is too large.
     """
     first: AmpError | None = None
     zeros: tuple[dict[str, np.ndarray], list[Any]] | None = None
@@ -73,23 +75,24 @@ def _shapes(program: Program) -> Iterator[list[list[int]]]:
     """Shapes of the inputs to try, all with 1 for what is unknown first."""
     fed = _fed(program)
     batch = frozenset(v.shape[0] for v in fed if v.shape and isinstance(v.shape[0], str))
-    yield [[_size(size, lambda _: 1) for size in v.shape or ()] for v in fed]
+    asked: dict[str | None, int] = {name: size for op in program.walk() for name, size in asked_sizes(op).items()}
+    yield [[_size(size, lambda name: asked.get(name, 1)) for size in v.shape or ()] for v in fed]
     if all(isinstance(size, int) for v in fed for size in v.shape or ()):
         return
     for open_size, batches in _SIZES:
-        ones = frozenset() if batches else batch
+        known = asked | dict.fromkeys(frozenset() if batches else batch, 1)
         yield [
             [
-                _size(size, partial(_open, open_size, ones, bool(axis) or batches))
+                _size(size, partial(_open, open_size, known, bool(axis) or batches))
                 for axis, size in enumerate(v.shape or ())
             ]
             for v in fed
         ]
 
 
-def _open(size: int, ones: Set[str], free: bool, name: str | None) -> int:
-    """The size of an unknown dimension that may be ``free``, unless its name is one of ``ones``."""
-    return size if free and name not in ones else 1
+def _open(size: int, known: Mapping[str | None, int], free: bool, name: str | None) -> int:
+    """The size of an unknown dimension that may be ``free``, unless its name is one of the ``known``."""
+    return known.get(name, size if free else 1)
 
 
 def _size(size: int | str | None, chosen: Callable[[str | None], int]) -> int:

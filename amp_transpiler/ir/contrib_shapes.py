@@ -7,6 +7,7 @@ from functools import reduce
 from itertools import zip_longest
 
 from amp_transpiler.ir.nodes import Operator, Shape
+from amp_transpiler.ir.types import FLOATS
 
 #: Output 0 has the shape of input 0.
 _SAME_SHAPE = frozenset(
@@ -36,6 +37,18 @@ def contrib_shape(op: Operator, slot: int) -> Shape | None:
         return reduce(_broadcast, shapes) if len(shapes) == len(_BROADCAST[op.type]) else None
     rule = _RULES.get(op.type)
     return None if rule is None else rule(op)
+
+
+def asked_sizes(op: Operator) -> dict[str, int]:
+    """Sizes that an operator asks of its inputs and that their shapes call by names: those of a cache of keys."""
+    past, query = op.input(3), _of(op, 0)
+    if op.type != "GroupQueryAttention" or past is None or past.dtype not in FLOATS or not past.shape or not query:
+        return {}
+    heads, groups = (op.attrs.get(name, 0) for name in ("num_heads", "kv_num_heads"))
+    side_by_side = heads if op.input(1) is not None else heads + 2 * groups
+    width = query[-1] // side_by_side if side_by_side and isinstance(query[-1], int) else 0
+    sizes = (0, groups, 0, width)
+    return {name: size for name, size in zip(past.shape, sizes, strict=False) if isinstance(name, str) and size > 0}
 
 
 def _of(op: Operator, slot: int) -> Shape | None:

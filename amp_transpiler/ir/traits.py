@@ -47,6 +47,7 @@ class Traits:
     ``compares``: its output says how elements compare, or of what sort they are.
     ``periodic``: its input is an angle.
     ``combines``: the attribute that says how elements that come to one place are combined; by "none" they are not.
+    ``coarse``: the attribute that lets a processor's kernel round its operands; at 1 it takes them as they are.
 
     Ranges:
 
@@ -91,6 +92,7 @@ class Traits:
     compares: bool = False
     periodic: bool = False
     combines: str = ""
+    coarse: str = ""
     bounded: Interval | None = None
     carries_large: bool = False
     ignores: str = ""

@@ -104,6 +104,15 @@ def test_it_runs() -> None:
     assert all(off(value, wanted) < 0.004 for value, wanted in zip(found, served(model), strict=True))
 
 
+def test_a_product_that_processors_may_round_to_8_bits_is_judged_by_what_it_means() -> None:
+    model, coarse = decoder(), decoder()
+    product = next(node for node in coarse.graph.node if node.op_type == "MatMulNBits")
+    product.attribute.append(helper.make_attribute("accuracy_level", 4))
+    assert max(map(off, served(coarse), served(model))) > 0.004  # it does round them
+    errors = amp.convert(coarse, calibration=FEEDS, check=True).conversion.verdict.errors
+    assert max(errors.values()) < 0.001
+
+
 def test_what_is_float32_whatever_the_data_is_stays() -> None:
     """Statistics that a norm gives, and the scales of a quantised cache."""
     program = amp.Program.from_onnx(

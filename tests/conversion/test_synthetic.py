@@ -27,6 +27,13 @@ RUNS = {
         " { t = Mul(w, seen) y = Gather(t, ids) }",
         {"ids": (1, 64)},
     ),
+    "heads of a cache": (
+        "m (float[N,S,32] q, float[N,S,16] k, float[N,S,16] v, float[N,G,P,D] keys, float[N,G,P,D] values)"
+        " => (float[N,S,32] y, float[N,G,T,D] a, float[N,G,T,D] b) <int32[1] last = {0}, int32[1] all = {1}>"
+        " { y, a, b = com.microsoft.GroupQueryAttention<num_heads = 4, kv_num_heads = 2>"
+        "(q, k, v, keys, values, last, all) }",
+        {"q": (1, 1, 32), "k": (1, 1, 16), "v": (1, 1, 16), "keys": (1, 2, 1, 8), "values": (1, 2, 1, 8)},
+    ),
     "a loop turns once": (
         "m (float[2] x, int64 n) => (float[K,2] y) { c = Constant<value_int = 1>() b = Cast<to = 9>(c)"
         " h, y = Loop(n, b, x) <body = body (int64 i, bool go, float[2] a) => (bool gone, float[2] b, float[2] z)"

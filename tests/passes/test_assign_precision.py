@@ -214,6 +214,29 @@ def test_what_an_if_gives_is_16_bit_on_both_sides(c: bool) -> None:
     np.testing.assert_allclose(half, full, atol=5e-3)
 
 
+@pytest.mark.parametrize("held", ["<float[8,8] u = {NUMBERS}> { }", "{ u = Constant<value = float[8,8] {NUMBERS}>() }"])
+def test_a_constant_that_a_branch_gives_is_16_bit_with_the_others(held: str) -> None:
+    """As tables of angles that the length of a text chooses, and the cache that a merged decoder hands on."""
+    branch = f"t () => (float[8,8] u) {held}".replace("NUMBERS", ", ".join(["0.3"] * 64))
+    text = IF.replace("t () => (float[8,8] u) { u = Relu(a) }", branch)
+    program, _ = assigned(text, "pure")
+    assert casts(program) == ["x.cast_fp16", "y"] and program.var("b").dtype == "float16"
+    model = program.to_onnx()
+    onnx.checker.check_model(model, full_check=True)
+    assert amp.convert(model).to_onnx() == amp.convert(amp.convert(model).to_onnx()).to_onnx()
+    feed = {"c": np.array(True), "x": np.ones((8, 8), np.float32)}
+    (y,) = amp.Executor(amp.CPUPlace()).run(program, feed=feed, fetch_list=["y"])
+    np.testing.assert_allclose(y, 0.24, rtol=1e-3)
+
+
+@pytest.mark.parametrize("number", ["1e6", "1e-9"])
+def test_a_constant_of_a_branch_that_16_bit_does_not_hold_stays(number: str) -> None:
+    branch = "t () => (float[8,8] u) <float[8,8] u = {NUMBERS}> { }".replace("NUMBERS", ", ".join([number] * 64))
+    model = program_of(IF.replace("t () => (float[8,8] u) { u = Relu(a) }", branch)).to_onnx()
+    program = amp.convert(model, keep_io=False)
+    assert program.var("b").dtype == "float32" and precisions(program)["MatMul"] == "float32"
+
+
 def test_a_branch_that_computes_in_fp32_is_cast_inside() -> None:
     program, _ = assigned(IF.replace("Neg(a)", "Exp(a)"), "pure", custom_black_list=["Exp"])
     program.verify()

@@ -166,8 +166,9 @@ def relative(error: float, square: float) -> float:
 
 
 def _square(values: np.ndarray) -> float:
+    # not by dot, which BLAS deals out to threads that wait for each other where the machine is busy
     flat = values.reshape(-1)
-    return float(np.dot(flat, flat))
+    return float(np.einsum("i,i", flat, flat))
 
 
 def _is_tensor(value: Any) -> bool:

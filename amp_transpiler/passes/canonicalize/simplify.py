@@ -160,7 +160,7 @@ def remove_dead(program: Graph, names: frozenset[str], keep: frozenset[Operator]
         if any([read[v.key] or v in outputs for v in made]) or op in keep or any(v.name in names for v in made):
             for nested in op.attrs.programs:
                 remove_dead(nested, names, keep)
-                _release(op, nested)
+                release(op, nested)
             continue
         program.remove_operator(op)
         for variable in made:
@@ -172,7 +172,7 @@ def remove_dead(program: Graph, names: frozenset[str], keep: frozenset[Operator]
             program.remove_variable(variable)
 
 
-def _release(op: Operator, nested: Graph) -> None:
+def release(op: Operator, nested: Graph) -> None:
     """Let a nested graph no longer hold what it captures and does not read."""
     read, outputs = successors(nested.graph), set(nested.outputs)
     for variable in list(nested.variables):

@@ -122,8 +122,13 @@ class EmulatedStorage:
 
     def attributes(self, op: Operator, real: bool) -> list[onnx.AttributeProto]:
         """The attributes of an operator as it is emitted."""
-        protos = op.attrs.protos()
-        return protos if not self.cpu or real else [emulated_attribute(proto) for proto in protos]
+        protos, coarse = op.attrs.protos(), traits_of(op).coarse
+        if not self.cpu:
+            return protos
+        if coarse in op.attrs:  # what its kernel would round beside, 16-bit storage does not
+            exact = onnx.helper.make_attribute(coarse, 1)
+            protos = [exact if proto.name == coarse else proto for proto in protos]
+        return protos if real else [emulated_attribute(proto) for proto in protos]
 
     def decided(self) -> list[str]:
         """The tensors whose sizes data decide."""

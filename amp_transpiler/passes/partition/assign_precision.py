@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import FULL as KEPT
-from amp_transpiler.ir.nodes import FORWARD, Operator
+from amp_transpiler.ir.nodes import FORWARD, Operator, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import SHORT
 from amp_transpiler.lists import AutoMixedPrecisionLists, faults
@@ -86,8 +86,10 @@ def assign(
         if isinstance(choice, Free):
             choice = choice.half if chosen[op] else choice.full
         final[op] = choice
+    given: dict[Variable, Operator] = {}
     for boundary in choices.boundaries:
         boundary.retype(final[boundary.op], lists.dtype if chosen[boundary] else "float32")
+        given.update(dict.fromkeys(boundary.constants() if chosen[boundary] else (), boundary.op))
     all_half, all_full = (
         cut.value if all(chosen is side for chosen in cut.half) else traffic_of(problem.costs, problem.tensors, side)
         for side in (HALF, FULL)
@@ -96,7 +98,7 @@ def assign(
         saturate_stored(program, lists.dtype, constraints, {op: choice.slots for op, choice in final.items()})
     saved = problem.saved(cut.value) if mode == "mixed" else 0
     magnitudes = constraints.magnitudes if constraints else {}
-    apply(program, final, lists, narrow_parameters=False, fetchable=False, magnitudes=magnitudes)
+    apply(program, final, lists, narrow_parameters=False, fetchable=False, magnitudes=magnitudes, given=given)
     return Assignment(len(free), cut, all_half, all_full, saved)
 
 

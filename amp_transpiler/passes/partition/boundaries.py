@@ -38,6 +38,10 @@ class Boundary:
         """The variables of the nested graphs."""
         return (self.read[1],) if self.read else self.made[1] if self.made else ()
 
+    def constants(self) -> tuple[Variable, ...]:
+        """Those variables that hold what they give."""
+        return tuple(filter(is_constant, self.inner()))
+
     def retype(self, decision: Decision, dtype: str) -> None:
         """Let both sides have this element type: the slot in the operator's decision, and the inner variables."""
         if self.read:
@@ -45,7 +49,8 @@ class Boundary:
         elif self.made:
             decision.slots.outputs[self.made[0]] = dtype
         for variable in self.inner():
-            variable.dtype = dtype
+            if not is_constant(variable):  # the content of a constant follows
+                variable.dtype = dtype
         slots = (*decision.slots.outputs, *decision.slots.inputs)
         decision.precision = next(kind for kind in slots if kind in FLOATS)
 
@@ -89,8 +94,14 @@ def _free(boundary: Boundary, dtype: str) -> bool:
         return False
     if boundary.read:
         return True
-    # an output that is no value of its graph alone (captured, fed, constant, given twice) keeps its type
-    return all(
-        v.outer is None and v.producer is not None and not is_constant(v) and v.program.outputs.count(v) == 1
-        for v in boundary.inner()
-    )
+    return all(map(_own, boundary.inner()))
+
+
+def _own(variable: Variable) -> bool:
+    """Whether an output is a value of its graph alone: not captured, fed or given twice, nor a constant that is read
+    beside, or is 16 bit already."""
+    if variable.outer is not None or variable.program.outputs.count(variable) > 1:
+        return False
+    if is_constant(variable):
+        return variable.dtype == "float32" and not variable.readers
+    return variable.producer is not None

@@ -38,6 +38,7 @@ def apply(
     narrow_parameters: bool,
     fetchable: bool = True,
     magnitudes: Mapping[Variable, float] | None = None,
+    given: Mapping[Variable, Operator] | None = None,
 ) -> set[str]:
     """Give operators and variables the decided types and insert the casts.
 
@@ -46,6 +47,7 @@ def apply(
     are returned then, else none. ``fetchable``: what nothing
     reads may be fetched, and keeps its type; otherwise only the outputs that the program names are asked for.
     ``magnitudes``: the largest numbers of constants, of those that are known and hold finite ones alone.
+    ``given``: constants that nested graphs of these operators give on in 16 bit.
     """
     dtype = lists.dtype
     uses = _uses(program, decisions, dtype, constants_alone=not narrow_parameters)
@@ -57,11 +59,12 @@ def apply(
         and v.dtype == "float32"
         and (use.constant or (v in narrow and constants.has_content(v)))
     }
-    contents = constants.all_converted(rounded, dtype, magnitudes or {})  # first of all, for it can fail
+    given = given or {}
+    contents = constants.all_converted({**rounded, **given}, dtype, magnitudes or {})  # first of all, for it can fail
     _move_rows(decisions, narrow, dtype)
     data = {v: use for v, use in uses.items() if use.half and not use.constant}
     entering = {v.name for v, use in data.items() if use.enters(dtype, decisions)}
-    for variable in narrow:
+    for variable in (*narrow, *given):
         if variable in contents:
             constants.replace(variable, contents[variable])
         retype(variable, dtype)
@@ -276,11 +279,7 @@ class _Inserter:
     def _stand_in(self, program: Graph, outer: Variable) -> Variable:
         """The variable of a nested program that stands for ``outer`` of the enclosing one."""
         if (program, outer) not in self.stand_ins:
-            new = program.add_variable(outer.name, outer.dtype, outer.shape)
-            new.outer, new.stop_gradient = outer, outer.stop_gradient
-            assert program.parent is not None
-            program.parent.add_capture(outer)
-            self.stand_ins[program, outer] = new
+            self.stand_ins[program, outer] = capture(program, outer)
         return self.stand_ins[program, outer]
 
     @cached_property
@@ -348,6 +347,16 @@ def _fill_instead(source: Variable, target: Variable) -> bool:
     fill = source.program.add_operator(producer.type, producer.inputs, [target], attrs={"value": value}, like=producer)
     fill.precision, fill.why = target.dtype, constant_reason(str(target.dtype))
     return True
+
+
+def capture(program: Graph, outer: Variable) -> Variable:
+    """A new variable of a nested program that stands for ``outer`` of the enclosing one."""
+    name = program.unique(outer.name) if program.has_var(outer.name) else outer.name
+    new = program.add_variable(name, outer.dtype, outer.shape)
+    new.outer, new.stop_gradient = outer, outer.stop_gradient
+    assert program.parent is not None
+    program.parent.add_capture(outer)
+    return new
 
 
 def add_cast(source: Variable, target: Variable) -> None:
