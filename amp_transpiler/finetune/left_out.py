@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.parameter_names import made_up
 from amp_transpiler.ir.types import FLOATS
-from amp_transpiler.ir.weights import FREQUENCIES, ONE_NUMBER, PLACES, not_a_weight
+from amp_transpiler.ir.weights import A_BUFFER, FREQUENCIES, ONE_NUMBER, PLACES, not_a_weight
 from amp_transpiler.ops.fake_quantize import stored_quantised
 from amp_transpiler.ops.training.random import MASK_ID
 from amp_transpiler.option_checks import listed
@@ -59,6 +59,17 @@ def counted_left(program: Program) -> list[str]:
         return []
     said = "counted numbers, as places and frequencies are, not trained; name in trainable what is learned"
     return [f"{listed(left)}: {said}"]
+
+
+def buffers_left(program: Program) -> list[str]:
+    """Say which tensors the exporter calls buffers, where nothing else tells that they are not trained."""
+    constants = [v for v in program.variables if v.is_constant and v.producer is None and v.dtype in FLOATS]
+    left = [v.name for v in constants if v.readers and not_a_weight(v) == A_BUFFER]
+    return (
+        [f"{listed(left)}: buffers of the exported model, not trained; name in trainable what is learned"]
+        if left
+        else []
+    )
 
 
 def integers_left(program: Program) -> list[str]:

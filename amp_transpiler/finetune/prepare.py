@@ -21,6 +21,7 @@ from amp_transpiler.finetune.import_weights import (
 )
 from amp_transpiler.finetune.layer_names import restore_names
 from amp_transpiler.finetune.left_out import (
+    buffers_left,
     counted_left,
     drawn_by_runtime,
     integers_left,
@@ -211,6 +212,7 @@ def prepare_training(
         notes += shared_by_layers(program)
         notes += numbers_left(program, gone)
         notes += counted_left(program)
+        notes += buffers_left(program)
         notes += integers_left(program)
         notes += number_draws(program)
         notes += drawn_by_runtime(program)

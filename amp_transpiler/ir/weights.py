@@ -1,7 +1,7 @@
 """Which float tensors of a model file are weights, and which are only numbers that it computes with.
 
 A file says of an initializer neither that it was trained nor that it is a running statistic, an attention mask or
-the frequencies of rotary positions. What reads it does.
+the frequencies of rotary positions. What reads it does. PyTorch's exporter says which are buffers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from amp_transpiler.ir.angles import turns
 from amp_transpiler.ir.control import carried_slots
 from amp_transpiler.ir.copies import original, readers_past_copies
 from amp_transpiler.ir.counted import places
+from amp_transpiler.ir.exported_kinds import BUFFER, PARAMETER, exported_kind
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import combined, moves, traits_of
@@ -27,7 +28,7 @@ from amp_transpiler.ir.types import FLOATS
 
 #: What :func:`not_a_weight` says of a running mean or variance: no weight, but it changes in training.
 STATISTICS = "statistics"
-ONE_NUMBER = "one number"
+ONE_NUMBER, A_BUFFER = "one number", "a buffer of the exported model"
 PLACES, FREQUENCIES = "places", "the frequencies of an angle"
 #: Where an attention mask meets the scores, perhaps combined with another before.
 _MASKED = frozenset({"Add", "Sub", "Where", "Min", "Max", "Mul", "Attention", "MultiHeadAttention"})
@@ -51,7 +52,8 @@ def not_a_weight(variable: Variable) -> str:
     if not_learned(variable.name):
         return "what the model's code makes"
     uses = _uses(variable, _HOPS)
-    if math.prod(shape) <= 1 and not (uses and all(_is_layer(op, slot, len(shape)) for op, slot in uses)):
+    kind = exported_kind(variable)
+    if math.prod(shape) <= 1 and kind != PARAMETER and not _is_of_layers(uses, shape):
         return ONE_NUMBER
     if uses and all(_is_number(op, slot) for op, slot in uses):
         reader, slot = uses[0]
@@ -81,7 +83,11 @@ def not_a_weight(variable: Variable) -> str:
         joins = all(_joins_scores(op) and not _is_bias(op, slot, shape) for op, slot in uses)
         if len(shape) > 2 and joins and _is_all(variable, 0.0):
             return "a mask of nothing"
-    return spectral(variable, uses)
+    return spectral(variable, uses) or (A_BUFFER if kind == BUFFER else "")
+
+
+def _is_of_layers(uses: Sequence[tuple[Operator, int]], shape: tuple[int, ...]) -> bool:
+    return bool(uses) and all(_is_layer(op, slot, len(shape)) for op, slot in uses)
 
 
 def _is_layer(op: Operator, slot: int, axes: int) -> bool:

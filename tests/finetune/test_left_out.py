@@ -9,6 +9,8 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.ir.weights import not_a_weight
 
+TORCH, FOLDED = "pkg.torch.export.graph_signature", "pkg.onnxscript.optimizer.folded_from"
+
 
 def program(text: str, **contents: np.ndarray) -> amp.Program:
     model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["" : 18]> {text}')
@@ -43,3 +45,34 @@ def test_vectors_that_begin_as_counted_numbers_and_draws_are_told() -> None:
     assert "1 operators (RandomNormalLike) draw by the program's seed" in report.notes
     named = program(text, centers=np.linspace(-1, 1, 8, dtype=np.float32), w=np.ones((8, 1), np.float32) / 3)
     assert set(amp.prepare_training(named, trainable=["w", "centers"]).trainable) == {"w", "centers"}
+
+
+def test_what_the_exporter_calls_a_buffer_is_no_weight_and_what_it_calls_a_parameter_may_be_one_number() -> None:
+    """As PyTorch's exporter writes them: kinds at tensors, and by name in the graph's signature, for what it folded."""
+    text = """<ir_version: 10, opset_import: ["" : 20]> net (float[4,5] x, int64[4] t) => (float[4,5] y)
+        <float[5,5] w, float[5] scale, float[10,1] val_0, float[5,5] val_1, float gain, float k> {
+        a = MatMul(x, w)  b = Mul(a, scale)  c = Gather(val_0, t)  d = Mul(b, c)  e = MatMul(d, val_1)  f = Mul(e, gain)
+        y = Div(f, k) }"""
+    model = onnx.parser.parse_model(text)
+    said = {
+        "scale": {f"{TORCH}.InputSpec.kind": "BUFFER"},
+        "val_0": {FOLDED: "['alphas', 'sqrt']"},
+        "val_1": {FOLDED: "['lora.w', 'scale']"},
+        "gain": {f"{TORCH}.InputSpec.kind": "PARAMETER"},
+        "k": {f"{TORCH}.InputSpec.kind": "BUFFER"},
+    }
+    rng = np.random.default_rng(0)
+    for name, shape in {"w": (5, 5), "scale": 5, "val_0": (10, 1), "val_1": (5, 5), "gain": (), "k": ()}.items():
+        array = np.asarray(rng.random(shape), np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+        info = onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, array.shape)
+        for key, value in said.get(name, {}).items():
+            info.metadata_props.add(key=key, value=value)
+        model.graph.value_info.append(info)
+    kinds = "b_a: BUFFER target='alphas' persistent=True\nb_s: BUFFER target='scale'\np_w: PARAMETER target='lora.w'\n"
+    model.graph.metadata_props.add(key="pkg.torch.export.ExportedProgram.graph_signature", value=f"\n# inputs\n{kinds}")
+    report = amp.prepare_training(amp.Program.from_onnx(model))
+    assert report.trainable == ("w", "val_1", "gain")
+    assert any(note.startswith("'scale', 'val_0': buffers of the exported model, not trained") for note in report.notes)
+    named = amp.prepare_training(amp.Program.from_onnx(model), trainable=["scale", "gain"])
+    assert set(named.trainable) == {"scale", "gain"}
