@@ -112,13 +112,13 @@ def prepare_training(
     and nested graphs become parameters, but no masks, positions told by waves, tensors to write into; parameters
     whose elements are all alike, which the exporter merged, are copied apart, but for calls of one layer; what it
     repeated for each example of a fixed batch is one parameter for all; matrices and filters are tied to their copies
-    again (a matrix to a transposed one too), but for layers of one kind, which are equal until they are trained; the
-    zeros beside the one bias of Keras's recurrent layers stay; anonymous parameters get the name of their module, and
-    linear layers their layout [out, in] (``restore``);
-    layer norms that were written out (before opset 17), RMS norms, GELUs, SiLUs, hard
-    swishes, softmaxes and rotary positions are one operator again, slices that make up a tensor one Split, and Splits
-    of a tensor into the same pieces one. Weights that are standardised by a batch norm of their own statistics are so
-    by a layer norm.
+    again (a matrix to a transposed one too), but for layers of one kind, which are equal until they are trained;
+    what PyTorch's dynamo exporter merged is several parameters where it says that they were several; the zeros
+    beside the one bias of Keras's recurrent layers stay; anonymous parameters get the name of their module, and
+    linear layers their layout [out, in] (``restore``); layer norms that were written out (before opset 17),
+    RMS norms, GELUs, SiLUs, hard swishes, softmaxes and rotary positions are one operator again, slices that make up a
+    tensor one Split, and Splits of a tensor into the same pieces one. Weights that are standardised by a batch norm of
+    their own statistics are so by a layer norm.
     RMS norms, SiLUs and rotary positions are those which onnxruntime has at every opset (SimplifiedLayerNormalization,
     QuickGelu, RotaryEmbedding); what is saved for inference has them written out. What exports of attention put in the
     place of NaN goes where no mask can make one: NaN of the scores would be hidden from the loss scaling.

@@ -8,10 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Hashable, Iterable, Mapping
 
+import networkx as nx
 import numpy as np
 
 from amp_transpiler.finetune.called_layers import Calls, Use
 from amp_transpiler.finetune.layer_names import called, is_vector, module_of, name_of, uniform
+from amp_transpiler.ir.metadata import torch_weights
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.parameter_names import made_up
 from amp_transpiler.ir.tensors import as_array
@@ -31,8 +33,9 @@ def retie(program: Program, frozen: Collection[Variable]) -> list[str]:
     A language model's output layer and its embedding, say, or the filters of a convolution that is called several
     times. Both have the same content, which no training leaves by chance; vectors may. Layers that were copied when
     the model was made, as PyTorch's transformers are, have it until they are trained: what belongs to modules whose
-    names differ in numbers alone stays apart. So does what is ``frozen`` from what is trained in modules that are
-    copies of each other: the reference of a policy, which begins as it.
+    names differ in numbers alone stays apart. So does what PyTorch's dynamo exporter says were two parameters, and what
+    is ``frozen`` from what is trained in modules that are copies of each other: the reference of a policy, which begins
+    as it.
     """
     notes: list[str] = []
     kept: dict[bytes, list[Variable]] = {}
@@ -50,7 +53,7 @@ def retie(program: Program, frozen: Collection[Variable]) -> list[str]:
             transposed = held.shape != array.shape or not np.array_equal(held, array)
             if transposed and not (array.ndim == 2 and held.shape == array.T.shape and np.array_equal(held.T, array)):
                 continue
-            if len(_siblings((_owner_of(variable), _owner_of(other)))) > 1:
+            if len(_siblings((_owner_of(variable), _owner_of(other)))) > 1 or _apart_in_torch(variable, other):
                 continue
             if (variable in frozen) != (other in frozen) and _copied(variable, other):
                 notes.append(f"'{variable.name}' is equal to '{other.name}', and stays apart: one of them is frozen")
@@ -76,6 +79,13 @@ def _copied(one: Variable, other: Variable) -> bool:
     return len(pairs) > 1 and all(
         w is not None and np.array_equal(np.asarray(as_array(v.data)), np.asarray(as_array(w.data))) for v, w in pairs
     )
+
+
+def _apart_in_torch(one: Variable, other: Variable) -> bool:
+    """Whether PyTorch's dynamo exporter says of all readers of two parameters what they read, and nothing is common."""
+    read = [[torch_weights(op) for op, _ in variable.readers] for variable in (one, other)]
+    first, second = ({name for names in each for name in names} for each in read)
+    return all(names for each in read for names in each) and first.isdisjoint(second)
 
 
 def _retie_vector(variable: Variable) -> list[str]:
@@ -146,22 +156,28 @@ def _share(variable: Variable, other: Variable, transposed: bool) -> None:
 def untie(program: Program, keep: Collection[Variable], turns: Mapping[Operator, Hashable]) -> list[str]:
     """Give each layer that reads a parameter which exporters merged its own copy.
 
-    Those are parameters of which all elements are alike: biases, scales and running statistics that were not trained
-    yet, matrices that begin with zeros. What has a content of its own stays tied, and so does what ``keep`` holds, what
-    one layer reads several times, and what reads a matrix and is no layer. The parameter itself stays with the reader
-    that it is named after. ``turns``: those of loops that were unrolled, as ``expand_control_flow`` gives them.
+    PyTorch's dynamo exporter says of an operator what it read before: what were several parameters are several. Where
+    nothing is said, those are meant of which all elements are alike: biases, scales and running statistics that were
+    not trained yet, matrices that begin with zeros. What has a content of its own stays tied, and so does what ``keep``
+    holds, what one layer reads several times, and what reads a matrix and is no layer. The parameter itself stays with
+    the reader that it is named after. ``turns``: those of loops that were unrolled, as ``expand_control_flow`` gives
+    them.
     """
     copies, sources, calls = 0, 0, Calls(program, turns)
     for variable in [v for v in program.variables if v.persistable and v.data is not None]:
         _without_identities(variable)
-        if len(variable.readers) < 2 or variable in keep or not uniform(variable):
+        if len(variable.readers) < 2 or variable in keep:
             continue
         if any(isinstance(slot, str) for _, slot in variable.readers):
             continue  # a nested graph reads it: one parameter for all its iterations
         before = copies
         for uses in _other_layers(variable, calls):
             (op, slot), *_ = uses
-            name = name_of(op, slot) or f"{variable.name}.{next(v.name for v in op.outputs if v is not None)}"
+            name = (
+                _in_torch(variable, op)
+                or name_of(op, slot)
+                or f"{variable.name}.{next(v.name for v in op.outputs if v is not None)}"
+            )
             turned = made_up(variable.name) and op.type == "MatMul"  # it is named when it is turned back
             new = program.fresh_variable(
                 variable.name if turned else name,
@@ -177,25 +193,45 @@ def untie(program: Program, keep: Collection[Variable], turns: Mapping[Operator,
         sources += copies > before
     if not copies:
         return []
-    got = f"{sources} untrained parameters that the exporter merged got {copies} copies, one for each layer"
+    got = f"{sources} equal parameters that the exporter merged got {copies} copies, one for each layer"
     return [f"{got}; keep_tied names those that are to stay one"]
 
 
 def _other_layers(variable: Variable, calls: Calls) -> list[list[Use]]:
     """The readers that get copies of a parameter, together where they are of one layer."""
-    uses = [(op, int(slot)) for op, slot in variable.readers]
+    uses, owner = [(op, int(slot)) for op, slot in variable.readers], _owner(variable)
+    if variable.is_parameter and (layers := _layers_in_torch(uses)):
+        return [layer for layer in layers if owner not in layer]
+    if not uniform(variable):
+        return []
     modules, told = called(op for op, _ in uses), {}
     found: dict[Hashable, list[Use]] = {}
     for use in uses:
         layer = _layer(*use, modules[use[0]])
         told[use] = layer is not None
         found.setdefault(use if layer is None else layer, []).append(use)
-    owner = _owner(variable)
     return [
         layer
         for layer in calls.joined(list(found.values()))
         if owner not in layer and (is_vector(variable) or any(told[use] for use in layer))
     ]
+
+
+def _layers_in_torch(uses: list[Use]) -> list[list[Use]]:
+    """The readers of a parameter, together where they read one in PyTorch; none where that is not said of each."""
+    read = nx.Graph((use, name) for use in uses for name in torch_weights(use[0]))
+    if not all(use in read for use in uses):
+        return []
+    return [[use for use in part if isinstance(use, tuple)] for part in nx.connected_components(read)]
+
+
+def _in_torch(variable: Variable, op: Operator) -> str:
+    """What PyTorch calls the parameter that another layer of the same kind read, in a name with dots for underscores;
+    "" where its dynamo exporter does not say it."""
+    words, numbers = re.split(r"\d+", variable.name), r"(\d+)"
+    pattern = re.compile("._" + numbers.join(re.escape(re.sub(r"\W", "_", word)) for word in words))
+    found = next(filter(None, map(pattern.fullmatch, torch_weights(op))), None)
+    return "" if found is None else "".join(map("".join, zip(words, (*found.groups(), ""), strict=True)))
 
 
 def _layer(op: Operator, slot: int, module: str) -> Hashable:

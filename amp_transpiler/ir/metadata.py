@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.accumulation_window import AccumulationWindow
@@ -33,6 +34,8 @@ _WHY = PREFIX + "why"
 _RUNS = {short: dtype for dtype, short in SHORT.items()}
 _STATE = PREFIX + "state"
 _TORCH_SCOPES = "pkg.torch.onnx.name_scopes"
+_TORCH_NODE = "pkg.torch.onnx.fx_node"
+_TORCH_WEIGHT = re.compile(r"%([pb]_\w+)")
 
 
 def only_looks(op: Operator) -> bool:
@@ -115,6 +118,14 @@ def _names(listed: str) -> list[str]:
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return []
     return found if isinstance(found, list) and all(isinstance(name, str) for name in found) else []
+
+
+def torch_weights(op: Operator) -> list[str]:
+    """The parameters and buffers that the operation read of which PyTorch's dynamo exporter wrote an operator.
+
+    One that several modules share has one name there; those that the exporter merged, being equal, have their own.
+    """
+    return _TORCH_WEIGHT.findall(op.metadata.get(_TORCH_NODE, ""))
 
 
 def written_state(program: Graph) -> dict[str, str]:

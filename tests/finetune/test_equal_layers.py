@@ -53,7 +53,7 @@ def test_what_one_module_reads_twice_stays_one(second: str) -> None:
 
 
 def test_one_matrix_of_several_layers_is_told() -> None:
-    """The exporter has merged what was equal: nobody can tell whether that was meant."""
+    """The exporter has merged what was equal: nobody can tell whether that was meant, but for what it says itself."""
     program = amp.Program.from_onnx(model(("layers.0.fc.weight", "layers.0.fc.weight")))
     report = amp.prepare_training(program)
     assert report.trainable == ("layers.0.fc.weight",)
@@ -133,3 +133,47 @@ def test_one_table_of_two_modules_is_frozen_with_either() -> None:
     report = amp.prepare_training(amp.Program.from_onnx(copies(shared=True)), freeze=["encoder.*"])
     assert "decoder.e.weight" not in report.trainable and "decoder.h.weight" in report.trainable
     assert any("tied again" in note for note in report.notes)
+
+
+def said(made: onnx.ModelProto, names: tuple[str, ...]) -> onnx.ModelProto:
+    """The same with what PyTorch's dynamo exporter says: what its operations called the weights that they read."""
+    for node, name in zip([node for node in made.graph.node if node.op_type == "MatMul"], names, strict=True):
+        called = f"call_function[target=torch.ops.aten.mm.default](args = (%x, %p_{name}), kwargs = {{}})"
+        node.metadata_props.add(key="pkg.torch.onnx.fx_node", value=f"%mm : [num_users=1] = {called}")
+    return made
+
+
+@pytest.mark.parametrize(
+    "weight, names",
+    [
+        ("layers.0.fc.w", ("layers.0.fc.w", "layers.1.fc.w")),
+        ("val_3", ("layers.0.fc.weight", "layers.1.fc.weight")),
+        ("online.fc.w", ("online.fc.w", "target.fc.weight")),
+    ],
+)
+def test_layers_of_which_the_exporter_says_that_they_were_two_are_trained_apart(
+    weight: str, names: tuple[str, str]
+) -> None:
+    """Although it merged their matrices, which were equal; the copy has its name in PyTorch."""
+    flat = [name.replace(".", "_") for name in names]
+    scopes = [f"/{name.rpartition('.')[0].replace('.fc', '/fc')}" for name in names]
+    made = said(model((weight,) * 2, tuple(scopes)), tuple(flat))  # type: ignore[arg-type]
+    report = amp.prepare_training(amp.Program.from_onnx(made))
+    assert report.trainable == names and not any("as one" in note for note in report.notes)
+    kept = amp.prepare_training(amp.Program.from_onnx(made), keep_tied=[weight])
+    assert len(kept.trainable) == 1
+
+
+@pytest.mark.parametrize("names", [("layers_1_fc_w",) * 2, ("layers_0_fc_w", "")])
+def test_layers_that_the_exporter_does_not_tell_apart_stay_one(names: tuple[str, str]) -> None:
+    """PyTorch has one name for what several modules share."""
+    made = said(model(("layers.0.fc.w",) * 2), names)
+    report = amp.prepare_training(amp.Program.from_onnx(made))
+    assert report.trainable == ("layers.0.fc.w",)
+
+
+@pytest.mark.parametrize("last, apart", [("ref_h_weight", True), ("policy_h_weight", False)])
+def test_equal_matrices_that_the_exporter_tells_apart_are_not_tied(last: str, apart: bool) -> None:
+    made = said(copies(shared=False), ("policy_e_weight", "policy_h_weight", "ref_e_weight", last))
+    report = amp.prepare_training(amp.Program.from_onnx(made))
+    assert report.trainable == ("policy.e.weight", "policy.h.weight", "ref.e.weight") + ("ref.h.weight",) * apart
