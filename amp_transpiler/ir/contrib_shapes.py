@@ -158,6 +158,17 @@ def _crop(op: Operator) -> Shape | None:
     return (*data[:2], *(map(int, size) if size else left))
 
 
+def _quantised_rows(op: Operator) -> Shape | None:
+    """Of a table whose bytes hold several numbers, side by side along the last axis."""
+    table, ids, data = _of(op, 0), _of(op, 1), op.input(0)
+    if not table or ids is None or data is None:
+        return None
+    axis = int(op.attrs.get("gather_axis", 0)) % len(table)
+    each = 8 // int(op.attrs.get("bits", 4)) if data.dtype == "uint8" else 1
+    last = table[-1] * each if isinstance(table[-1], int) else None
+    return (*table[:axis], *ids, *(*table[:-1], last)[axis + 1 :])
+
+
 def _quantised_product(op: Operator) -> Shape | None:
     rows = _of(op, 0)
     return None if not rows else (*rows[:-1], int(op.attrs["N"]))
@@ -182,6 +193,7 @@ _RULES: dict[str, Callable[[Operator], Shape | None]] = {
     "FusedConv": _convolution,
     "FusedGemm": _product,
     "FusedMatMul": _product,
+    "GatherBlockQuantized": _quantised_rows,
     "GroupQueryAttention": _grouped_attention,
     "MatMulIntegerToFloat": _product,
     "MatMulNBits": _quantised_product,

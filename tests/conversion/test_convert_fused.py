@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 import amp_transpiler as amp
 from amp_transpiler.lists import has_kernel
 from amp_transpiler.passes.view.typing import Slots, narrowed
-from tests.helpers.converting import off
+from tests.helpers.converting import filled, off
 
 #: Tokens, those before them, positions of the tables of angles, width, heads.
 S, PAST, PLACES, WIDTH, HEADS = 3, 2, 8, 32, 2
@@ -111,6 +111,23 @@ def test_a_product_that_processors_may_round_to_8_bits_is_judged_by_what_it_mean
     assert max(map(off, served(coarse), served(model))) > 0.004  # it does round them
     errors = amp.convert(coarse, calibration=FEEDS, check=True).conversion.verdict.errors
     assert max(errors.values()) < 0.001
+
+
+@pytest.mark.parametrize("mode", ["pure", "mixed"])
+def test_experts_and_short_convolutions_run_in_16_bit(mode: str) -> None:
+    """As builders of language models write them: experts hold most of the weights."""
+    model = filled("""<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
+      m (float[1,8,L] x, float[1,8,2] before) => (float[1,L,8] y, float[1,8,2] after)
+        <float[8,1,3] w, float[8,4] r, float[4,16,8] up, float[4,8,16] down> {
+        c, after = com.microsoft.CausalConvWithState<activation = "silu">(x, w, , before)
+        t = Transpose<perm = [0, 2, 1]>(c)  s = MatMul(t, r)  flat = Constant<value_ints = [-1, 4]>()
+        p = Reshape(s, flat)  m = com.microsoft.MoE<k = 2, activation_type = "silu">(t, p, up, , down)  y = Add(m, t) }""")
+    program = amp.convert(model, mode=mode, keep_io=False, check=True)
+    assert {op.type: op.precision for op in program.operators if op.type != "Constant"} == {
+        name: "float16" for name in ("CausalConvWithState", "Transpose", "MatMul", "Reshape", "MoE", "Add")
+    }
+    assert program.conversion.verdict.met and max(program.conversion.verdict.errors.values()) < 0.005
+    assert {i.data_type for i in program.to_onnx().graph.initializer} <= {TensorProto.FLOAT16, TensorProto.INT64}
 
 
 def test_what_is_float32_whatever_the_data_is_stays() -> None:

@@ -29,6 +29,10 @@ RULES = {
     " { y = com.microsoft.Attention<num_heads = 2, qkv_hidden_sizes = [8,8,4]>(x, w, b)  z = Neg(y) }",
     "rows for a quantised matrix": "m (float[2,3,32] x, uint8[8,1,16] w, float[8] s) => (float z)"
     " { y = com.microsoft.MatMulNBits<K = 32, N = 8, bits = 4, block_size = 32>(x, w, s)  z = Neg(y) }",
+    "rows of a quantised table": "m (uint8[3,2,32] w, int64[2,3] x, float[3,2,2] s) => (float z)"
+    " { y = com.microsoft.GatherBlockQuantized<block_size = 32, quantize_axis = 2>(w, x, s)  z = Neg(y) }",
+    "rows of bytes": "m (uint8[3,64] w, int64[2,3] x, float[3,2] s) => (float z)"
+    " { y = com.microsoft.GatherBlockQuantized<block_size = 32, quantize_axis = 1, bits = 8>(w, x, s)  z = Neg(y) }",
     "what a norm adds up": "m (float[2,3,8] x, float[2,3,8] s, float[8] g) => (float z)"
     " { n, a, b, y = com.microsoft.SkipLayerNormalization(x, s, g)  z = Neg(y) }",
     "a value that is wider": "m (float[2,3,8] q, float[2,5,8] k, float[2,5,12] v) => (float z)"
