@@ -49,11 +49,6 @@ class RawTensor:
         """Its name in the model."""
         return str(self.proto.name)
 
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if NAMES[self.proto.data_type] in _BITS:
             packed = onnx.TensorProto(data_type=self.proto.data_type, dims=self.shape, raw_data=self.raw.tobytes())
@@ -144,11 +139,6 @@ class CastTensor:
         self.element_type = element_type
         self.dtype = numpy_dtype(element_type)
         self.shape = tensor_type(source)[1]
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         array = np.concatenate([*chunks(self), np.zeros(0, self.dtype)]).reshape(self.shape)

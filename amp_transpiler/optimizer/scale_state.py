@@ -51,10 +51,6 @@ class ScaleState:
             state("bad_at_floor", "int32", 0, scaler.error_at_floor),
         )
 
-    def variables(self) -> list[Variable]:
-        """The variables that are there."""
-        return [variable for variable in self._fields().values() if variable is not None]
-
     def _fields(self) -> dict[str, Variable | None]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 

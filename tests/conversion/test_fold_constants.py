@@ -204,6 +204,23 @@ def test_arithmetic_that_changes_something_stays(line: str, shape: str) -> None:
     assert kinds[-2:] == [line.rpartition("= ")[2].split("(")[0], "Exp"]
 
 
+@pytest.mark.parametrize(
+    ("line", "kinds"),
+    [
+        ("t = Dropout(n)", []),
+        ("t, m = Dropout(n)", []),
+        ("t, m = Dropout(n, half, no)", []),
+        ("t, m = Dropout(n)  k = Cast <to = 1> (m)  z = Neg(k)", ["Dropout", "Neg"]),
+    ],
+)
+def test_a_dropout_that_drops_nothing_goes_where_nobody_reads_its_mask(line: str, kinds: list[str]) -> None:
+    outputs = "float[3, 2] y, float[3, 2] z" if "z" in line else "float[3, 2] y"
+    text = (
+        f"(float[3, 2] x) => ({outputs}) <float half = {{0.5}}, bool no = {{0}}> {{ n = Neg(x)  {line}  y = Exp(t) }}"
+    )
+    assert types(converted(text)) == ["Neg", *kinds, "Exp"]
+
+
 SIZES = "<int64[2] there = {3, 2}, int64[2] row = {1, 2}, int64[2] other = {2, 3}, int64[3] more = {1, 3, 2}> "
 
 

@@ -195,7 +195,7 @@ def test_a_test_program_is_taken_apart_and_computes_the_same(tmp_path: Path) -> 
 
 
 LLAMA = """<ir_version: 11, opset_import: ["" : 24]>
-llama (float[2,6,16] x) => (float[2,6,16] y) {
+llama (float[3,6,16] x) => (float[3,6,16] y) {
     n1 = RMSNormalization <epsilon = 1e-5> (x, g1)
     q0 = MatMul (n1, wq)  k0 = MatMul (n1, wk)  v0 = MatMul (n1, wv)
     q = RotaryEmbedding <num_heads = 4> (q0, cos, sin, at)  k = RotaryEmbedding <num_heads = 2> (k0, cos, sin, at)
@@ -235,7 +235,7 @@ def llama() -> onnx.ModelProto:
     arrays |= {name: values.normal(size=shape) * 0.2 for name, shape in shapes.items()}
     model = onnx.parser.parse_model(LLAMA)
     model.graph.initializer.extend(onnx.numpy_helper.from_array(a.astype(np.float32), n) for n, a in arrays.items())
-    at = np.array([[0, 1, 2, 3, 4, 5], [1, 3, 5, 7, 0, 2]])
+    at = np.array([[0, 1, 2, 3, 4, 5], [1, 3, 5, 7, 0, 2], [5, 4, 3, 2, 1, 0]])
     model.graph.initializer.append(onnx.numpy_helper.from_array(at, "at"))
     return model
 
@@ -247,7 +247,7 @@ def test_operators_newer_than_the_training_opset_train(mode: str) -> None:
     assert not {v.name for v in program.parameters} & {"cos", "sin", "mask"}
     startup = program.startup
     with amp.program_guard(program, startup):
-        target = amp.data("target", [2, 6, 16])
+        target = amp.data("target", [3, 6, 16])
         error = program.var("y") - target
         loss = F.mean(error * error)
     optimizer: Any = amp.optimizer.Adam(0.01, multi_precision=mode == "pure")
@@ -261,9 +261,9 @@ def test_operators_newer_than_the_training_opset_train(mode: str) -> None:
     optimizer.minimize(loss, startup)
     assert not without_cuda_kernel(program.lower(amp.CUDAPlace(0)).model)
     values = np.random.default_rng(3)
-    feed = {"x": values.normal(size=(2, 6, 16)).astype(np.float32)}
+    feed = {"x": values.normal(size=(3, 6, 16)).astype(np.float32)}
     feed["x"][0, 0] *= 300
-    feed["target"] = feed["x"] + values.normal(size=(2, 6, 16)).astype(np.float32)
+    feed["target"] = feed["x"] + values.normal(size=(3, 6, 16)).astype(np.float32)
     with amp.scope_guard(amp.Scope()):
         exe = amp.Executor(amp.CPUPlace())
         exe.run(startup)

@@ -43,6 +43,7 @@ def test_rms_norms(form: str, opset: int, weight: bool) -> None:
     program = amp.convert(rms(form, 1e-6, opset, weight))
     casts = [op for op in program.walk() if op.type == "Cast"]
     assert len(casts) == 2 and not any(op.type in ("Pow", "Sqrt", "Reciprocal") for op in program.walk())
+    assert sum(op.type == "Mul" for op in program.walk()) == 1, "a weight takes the root of the count in"
     rng = np.random.default_rng(0)
     for size in (1.0, 1e-3, 1000.0, 8000.0):
         x = (rng.standard_normal((2, 5, 64)) * size).astype(np.float16).astype(np.float32)

@@ -50,6 +50,15 @@ def test_a_constant_that_the_file_lists_as_an_input_is_named(exe: Executor) -> N
         exe.run(program, {"x": np.zeros(2, np.int64), "c": np.zeros(2, np.int64)}, ["y"])
 
 
+def test_a_size_that_is_declared_as_0_is_asked_for(exe: Executor) -> None:
+    program = program_of(
+        """<ir_version: 10, opset_import: ["" : 21]> f (float[0, 2] x) => (float[0, 2] y) { y = Neg(x) }"""
+    )
+    assert exe.run(program, {"x": np.zeros((0, 2), np.float32)}, ["y"])[0].shape == (0, 2)
+    with pytest.raises(FeedError, match="dimension 0 is declared as 0"):
+        exe.run(program, {"x": np.zeros((1, 2), np.float32)}, ["y"])
+
+
 @pytest.mark.parametrize("case", BAD_FEEDS)
 def test_bad_feeds_are_named_before_anything_runs(exe: Executor, scope: Scope, case: str) -> None:
     feed, kind, message = BAD_FEEDS[case]

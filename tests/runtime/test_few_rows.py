@@ -11,7 +11,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.ir.control import every_node
 from amp_transpiler.nn import functional as F
-from amp_transpiler.ops.training import few_rows, scaling, update
+from amp_transpiler.ops.training import few_rows, scaling, update_nodes
 from tests.helpers.places import change_place
 
 ROWS, WIDTH, IDS = 60, 7, 6
@@ -69,7 +69,7 @@ def trained(optimizer: Any, steps: list[np.ndarray], sparse: bool = False, bad: 
 
 def whole(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) -> dict[str, bytes]:
     with monkeypatch.context() as changes:
-        for reader in (scaling, update):
+        for reader in (scaling, update_nodes):
             changes.setattr(reader, "few_rows", lambda e, gradient, chunks: None)
         return trained(*args, **options)
 

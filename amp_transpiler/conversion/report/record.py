@@ -73,14 +73,6 @@ class ProgramRecord:
     weights: int
     file: int
 
-    def counts(self) -> dict[str, int]:
-        """Operators by precision, inserted casts left out."""
-        found: dict[str, int] = {}
-        for op in self.operators:
-            if not op.inserted:
-                found[op.precision] = found.get(op.precision, 0) + 1
-        return dict(sorted(found.items()))
-
 
 @dataclass(frozen=True)
 class CutRecord:
