@@ -13,7 +13,7 @@ from amp_transpiler.ir.intervals import Interval, Ranges, any_of, same
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import combined, gradient, own, range_rule, traits
 from amp_transpiler.ops.common import Grads, comparable, padded_axis, shape_of, size_of, sliced
-from amp_transpiler.ops.row_sums import added_rows, remember_rows
+from amp_transpiler.ops.row_sums import added_rows, places_of_rows, remember_rows
 
 #: Rows of a table, for each one that is added to it, from which on onnxruntime's ScatterElements is faster on CPU: it
 #: writes over the zeros, where ScatterND copies them, but takes 16 ns for an element.
@@ -119,12 +119,14 @@ def _scattered(e: Emitter, op: Operator, values: Sequence[Value], taken: _Move, 
 def scatter_elements(
     e: Emitter, op: Operator, data: Value, indices: Value, updates: Value, made: Value, dy: Value
 ) -> Grads:
-    axis = int(op.attrs.get("axis", 0))
+    axis, rows = int(op.attrs.get("axis", 0)), places_of_rows(e, indices)
 
     def taken(value: Value) -> Value:
         for i, size in enumerate(size_of(indices)):
             if i != axis % len(size_of(indices)):
                 value = sliced(e, value, i, 0, size)
+        if rows is not None and axis % len(size_of(indices)) == 0:
+            return e.op("Gather", value, e.reshape(rows, size_of(rows)[:1]), axis=0, shape=indices.shape)
         return e.GatherElements(value, indices, axis=axis, shape=indices.shape)
 
     def put(value: Value, changes: Value, reduction: str = "none") -> Value:

@@ -120,6 +120,21 @@ def _flat(e: Emitter, at: Value) -> Value:
     return at
 
 
+def remember_places(e: Emitter, places: Value, rows: Value) -> None:
+    """Remember that ``places``, of elements, are those of whole ``rows`` [n, 1] (int64)."""
+    e.shared[_rows_of(places)] = (rows,)
+
+
+def places_of_rows(e: Emitter, places: Value) -> Value | None:
+    """The rows whose elements' places these are; None where that is not known of them."""
+    found = e.shared.get(_rows_of(places))
+    return None if found is None else found[0]
+
+
+def _rows_of(places: Value) -> str:
+    return f"rows of {places.name}"
+
+
 def remember_rows(e: Emitter, total: Value, rows: Value, values: Value) -> Value:
     """``total``, remembered as zeros to which ``values`` [n, …] were added at ``rows`` [n].
 

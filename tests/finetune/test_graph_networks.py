@@ -124,4 +124,5 @@ def test_edges_have_nothing_in_fp32_but_what_is_added_up() -> None:
     of_edges = [(op, t.elem_type) for op, t in made if [d.dim_value for d in t.shape.dim] == [12, 64]]
     kinds = {"fp32": onnx.TensorProto.FLOAT, "int32": onnx.TensorProto.INT32}
     found = {name: [op for op, kind in of_edges if kind == wanted] for name, wanted in kinds.items()}
-    assert found == {"fp32": ["Cast"] * 4, "int32": ["Expand"]}  # to both sums, and back to both
+    # To both sums, and back to both; and to where rows are added, and where they come back to.
+    assert found == {"fp32": ["Cast"] * 4, "int32": ["Expand"] * 2}
