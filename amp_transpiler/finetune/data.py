@@ -253,6 +253,12 @@ def _check_finite(array: np.ndarray, what: str) -> None:
             )
 
 
+def largest(array: np.ndarray) -> float:
+    """The largest magnitude in an array of numbers."""
+    found = (float(np.max(np.abs(piece.astype(np.float64)), initial=0.0)) for _, piece in _pieces(array))
+    return max(found, default=0.0)
+
+
 def _place(wrong: np.ndarray, start: int) -> tuple[int, ...]:
     first = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
     return (int(first[0]) + start, *(int(index) for index in first[1:]))

@@ -49,7 +49,8 @@ def fit(
     is shorter where the data does not fill it, and epochs and test data are averaged over samples. Where ``accumulate``
     batches make an update, what is left makes one update more, of shorter batches. A model whose batch is fixed, and
     that was not freed of it, leaves out what does not fill one; a note says so.
-    What leaves the range of 16 bit on the first batch of the data stays fp32, in training and in the file.
+    What leaves the range of 16 bit on the first batch of the data stays fp32, in training and in the file, and so does
+    what makes a prediction whose labels (of the loss mse) leave it.
     Where control flow hangs on sizes that the model leaves open, the length of a sequence say, they are those of the
     data for good, in the file too; a note says so.
 

@@ -15,7 +15,7 @@ from amp_transpiler.finetune.diagnose import Feed, model_fault, training_fault
 from amp_transpiler.finetune.log import Log
 from amp_transpiler.finetune.metrics import Metric
 from amp_transpiler.finetune.options import FitOptions
-from amp_transpiler.finetune.programs import Programs
+from amp_transpiler.finetune.programs import LOWEST_SCALE, Programs
 from amp_transpiler.finetune.training_record import EpochRecord
 from amp_transpiler.monitor import StepReports
 from amp_transpiler.program import Program
@@ -146,14 +146,14 @@ class Loop:
         if len(values) < 4 or self.options.accumulate > 1 or not math.isfinite(values[0]):
             return values
         start = state = self.optimizer.get_loss_scale_state(self.scope)
-        while np.ravel(values[3])[0] and state.scale > 1:
-            state = state._replace(scale=max(state.scale / 2, 1.0), good=0, bad=0)
+        while np.ravel(values[3])[0] and state.scale > LOWEST_SCALE:
+            state = state._replace(scale=max(state.scale / 2, LOWEST_SCALE), good=0, bad=0)
             self.optimizer.set_loss_scale_state(state, self.scope)
             values = self._step(share)
         if np.ravel(values[3])[0]:
             self.optimizer.set_loss_scale_state(start, self.scope)
         elif state is not start:
-            lower = max(state.scale / _HEADROOM, 1.0)
+            lower = max(state.scale / _HEADROOM, LOWEST_SCALE)
             self.optimizer.set_loss_scale_state(
                 self.optimizer.get_loss_scale_state(self.scope)._replace(scale=lower), self.scope
             )

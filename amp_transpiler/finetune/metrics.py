@@ -103,5 +103,5 @@ class Metric:
 def shown(metric: str, value: float) -> str:
     """A loss or a metric for people: shares in percent."""
     if metric in ("loss", "mae", "mse"):
-        return f"{value:.4f}" if abs(value) < 1e5 else f"{value:.4g}"
+        return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.4g}"
     return f"{value:.2%}"

@@ -76,7 +76,7 @@ class FitOptions:
         black_list: operators to keep fp32, in training and in the file.
         loss_scale: the scale to begin with; the optimizer's default where None. Where the gradients of the first batch
             overflow at it, it is lowered before the first update and a line says so (with ``accumulate`` above 1 such
-            steps are skipped instead, until it has come down).
+            steps are skipped instead, until it has come down). In float16 it goes below 1 where gradients ask for it.
         optimizer: "sgd", "momentum", "adam", "adamw" or "lamb".
         lr, weight_decay, clip_norm: learning rate, decay, limit of the global norm of the gradients.
         schedule: of the learning rate: "constant", or "cosine" or "linear" down to 0 at the end of the last epoch.

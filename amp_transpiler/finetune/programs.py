@@ -9,6 +9,7 @@ from typing import Any
 from amp_transpiler import optimizer as optimizers
 from amp_transpiler.distributed import shard_optimizer, world_size
 from amp_transpiler.errors import ArgumentError
+from amp_transpiler.finetune.label_reach import keep_reach, reaches_beyond
 from amp_transpiler.finetune.last_activation import Applied, probabilities
 from amp_transpiler.finetune.options import OPTIMIZERS, FitOptions
 from amp_transpiler.finetune.prepare import Preparation, control_flow_left, prepare_training
@@ -18,8 +19,11 @@ from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.nn import data
 from amp_transpiler.nn import functional as F
-from amp_transpiler.optimizer import decorate
+from amp_transpiler.optimizer import LossScaler, decorate
 from amp_transpiler.program import Program, program_guard
+
+#: Where the loss scale ends: labels of 1e5 ask for less than 1, where Paddle's rule ends.
+LOWEST_SCALE = 2.0**-24
 
 
 def _log_softmax(op: Operator) -> Variable:
@@ -64,12 +68,13 @@ class Programs:
         shapes: Mapping[str, Sequence[int]],
         labels: tuple[int, ...],
         say: Callable[[str], None],
+        reach: float = 0.0,
     ) -> Programs:
         """Prepare an imported program and attach the loss.
 
         ``rows``, a batch or files of samples, tells what leaves the range of float16 (bfloat16 has that of fp32), where
         there are any; ``shapes`` of what inputs are fed, how long loops run that hang on them; ``labels``, the shape of
-        the label's array, where the classes lie.
+        the label's array, where the classes lie; ``reach``, how large numbers are that the prediction is to become.
         """
         sizes = _deciding_sizes(program, options, shapes, say)
         measured = options.mode != "fp32" and options.dtype == "float16"
@@ -88,6 +93,9 @@ class Programs:
         model = program.clone(for_test=True)
         with program_guard(program, program.startup), unique_name.guard():
             prediction = _prediction(program, options, say)
+            if measured and reaches_beyond(reach):
+                keep_reach([prediction, model.var(prediction.name)], options.label, reach)
+                say(f"labels reach {reach:.4g}, beyond float16: what makes '{prediction.name}' stays fp32")
             if options.loss == "cross_entropy":
                 prediction = _classes_last(prediction, labels, say)
             label = _label(prediction, options)
@@ -107,6 +115,9 @@ class Programs:
         if options.mode != "fp32":
             lists = AutoMixedPrecisionLists(custom_black_list=list(options.black_list) or None, dtype=options.dtype)
             scaling: dict[str, Any] = {"init_loss_scaling": options.loss_scale} if options.loss_scale else {}
+            if options.dtype == "float16":
+                scale = {"init_scale": float(options.loss_scale)} if options.loss_scale else {}
+                scaling = {"scaler": LossScaler.paddle(floor=LOWEST_SCALE, **scale)}
             optimizer = decorate(
                 optimizer,
                 lists,

@@ -22,6 +22,7 @@ from amp_transpiler.finetune.data import (
     check_classes,
     check_has_samples,
     check_labels,
+    largest,
     read,
 )
 from amp_transpiler.finetune.log import Log
@@ -87,7 +88,8 @@ class Run:
         samples = Samples.of(arrays, [program.var(v.name) for v in fed], what)
         shapes = {name: array.shape for name, array in samples.arrays.items()}
         rows, labels = samples.rows(slice(0, self.batch)), arrays[options.label].shape
-        self.programs = Programs.of(program, options, rows, shapes, labels, tell)
+        reach = largest(arrays[options.label]) if options.loss == "mse" else 0.0
+        self.programs = Programs.of(program, options, rows, shapes, labels, tell, reach)
         self.train_data = self._with_labels(samples, arrays)
         self.test_data = None
         if test is not None:

@@ -18,6 +18,12 @@ from amp_transpiler.program import default_main_program
 
 
 def _filled(call: str, shape: Sequence[int], value: Any, dtype: Any) -> Variable:
+    given = shape if isinstance(shape, (list, tuple)) else [shape]
+    if any(size is None or isinstance(size, Variable) for size in given):
+        raise ArgumentTypeError(
+            f"{call}: shape has a size that only the run knows; F.{call}_like(x) takes the sizes of a variable, "
+            "which one such as x[:, :1] may have"
+        )
     sizes = np.array(integers(call, "shape", shape, 0), np.int64)
     number = np.array(value if isinstance(value, bool) else real(call, "fill_value", value))
     content = number.astype(numpy_dtype(element_type(dtype)))

@@ -15,6 +15,7 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.finetune.log import Log
+from amp_transpiler.finetune.metrics import shown
 from tests.helpers.exported import exported, samples, scores
 from tests.helpers.fitting import FAST, features, linear, rows
 from tests.helpers.full_disk import full_disk
@@ -242,3 +243,34 @@ def test_a_first_loss_that_is_large_loses_no_sample(mode: str, tmp_path: Path) -
     again = amp.fit(linear(), tmp_path / "c.onnx", mode=mode, loss_scale=scale, **options)
     assert not any("overflow" in line for line in told)
     assert again.history[-1].loss == pytest.approx(result.history[-1].loss, rel=1e-4), "bad steps change nothing"
+
+
+@pytest.mark.parametrize("mode", ["mixed", "pure"])
+def test_labels_beyond_float16_are_learned_and_served(mode: str, tmp_path: Path) -> None:
+    """Prices: the prediction ends up beyond 65504, and gradients of such errors leave float16 at a loss scale of 1."""
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]> net (float[n, 4] x) => (float[n, 1] y) '
+        "<float[4, 2] v = {1, 0, -1, 0.5, 0, 1, 0.5, 1}, float[2] c = {0.5, -0.5}, float[2, 1] w = {1, -1}, "
+        "float[1] b = {0}> { h = Gemm(x, v, c)  t = Tanh(h)  z = MatMul(t, w)  y = Add(z, b) }"
+    )
+    data = features(64)
+    data["label"] = (2e5 + 3e4 * data["x"][:, 0]).astype(np.float32)
+    told: list[str] = []
+    options: dict[str, Any] = {
+        "data": data,
+        "loss": "mse",
+        "optimizer": "sgd",
+        "lr": 0.2,
+        "batch_size": 32,
+        "epochs": 60,
+    }
+    wanted = amp.fit(model, tmp_path / "fp32.onnx", mode="fp32", **options)
+    result = amp.fit(model, tmp_path / "out.onnx", mode=mode, say=told.append, **options)
+    assert "labels reach 2.545e+05, beyond float16: what makes 'y' stays fp32" in told
+    assert result.history[-1].loss == pytest.approx(wanted.history[-1].loss, rel=0.1)
+    assert np.abs(scores(tmp_path / "out.onnx", data)[:, 0] - data["label"]).mean() < 3e4
+
+
+def test_losses_are_told_with_their_digits() -> None:
+    told = [shown("loss", value) for value in (0.0, 3.2174e-6, 0.00058, 0.034712, 21.5, 1.537e5)]
+    assert told == ["0.0000", "3.217e-06", "0.00058", "0.0347", "21.5000", "1.537e+05"]

@@ -137,6 +137,8 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
 
 WRONG_TYPES: dict[str, tuple[Callable[[], Any], str]] = {
     "no variable": (lambda: F.relu(np.ones(3)), r"relu: x must be a Variable, not ndarray"),
+    "open size": (lambda: F.zeros([rows().shape[0], 1]), r"zeros: .* only the run knows; F.zeros_like\(x\) takes"),
+    "size of a run": (lambda: F.full(F.shape(rows()), 1), r"full: .* only the run knows; F.full_like\(x\) takes"),
     "layer": (lambda: nn.fc("x", 3), r"fc: x must be a Variable, not str"),
     "operand": (lambda: rows() + "1", r"add: cannot use str as an operand"),
     "none": (lambda: rows() * None, r"multiply: cannot use NoneType as an operand"),
