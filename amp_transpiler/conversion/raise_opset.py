@@ -83,13 +83,11 @@ def _more(count: int) -> str:
 
 
 def _targets(program: Graph, dtype: str, has: _HasKernel) -> tuple[int, ...]:
-    """The opsets to try. For float16, which nearly all operators know from the start, the first one at which what lacks
-    a kernel now has one, at which layer norms are operators where some are written out, and at which operators that are
-    on no list, since ONNX withdrew them, are what they are made of."""
+    """The opsets to try: the first one at which what lacks a kernel now has one, at which layer norms are operators
+    where some are written out, and at which operators that are on no list, since ONNX withdrew them, are what they are
+    made of; for bfloat16 that of its convolutions as well."""
     own = program.opset()
     later = TARGET_OPSET if loads_at(program, TARGET_OPSET) else _SCALES
-    if dtype == "bfloat16":
-        return (TARGET_OPSET, _LATER) if later == TARGET_OPSET else (later,)
     kinds = set[str]()
     for op in program.walk():
         if op.type not in kinds and not op.domain and has_float(op):
@@ -102,7 +100,7 @@ def _targets(program: Graph, dtype: str, has: _HasKernel) -> tuple[int, ...]:
         target = max(target, _EARLIER[0])
     if own < _LAYER_NORM and kinds.intersection(MEANS) and has_layer_norms(program):
         target = max(target, _LAYER_NORM)
-    return (target,)
+    return (target, _LATER) if dtype == "bfloat16" and later == TARGET_OPSET else (target,)
 
 
 def _able(program: Graph, dtype: str, has: _HasKernel) -> int:

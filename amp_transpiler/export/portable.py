@@ -30,7 +30,7 @@ from amp_transpiler.passes.lowering.tensor_types import Type, inferred, types_in
 
 _CPU = "CPUExecutionProvider"
 #: What is the same everywhere, beside what moves elements or chooses among them.
-_IEEE = frozenset({"Add", "Cast", "Ceil", "Div", "Floor", "GatedAdd", "Mul", "Round", "Sign", "Sqrt", "Sub", "Sum"})
+_IEEE = frozenset({"Add", "Cast", "Ceil", "Div", "Floor", "Mul", "Round", "Sign", "Sqrt", "Sub", "Sum"})
 _PRODUCTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 #: Sums that may be begun along the first axis, where each kernel adds one row to another.
 _BY_ROWS = frozenset({"ReduceSum", "ReduceMean"})

@@ -10,6 +10,7 @@ from typing import Any
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ExecutionError
 from amp_transpiler.export.folder import checked_folder, write_folder
 from amp_transpiler.export.manifest import PlaceStep, manifest_of
+from amp_transpiler.export.older_builds import for_older_builds
 from amp_transpiler.export.plain_ports import PlainModel, check_held, counted, plain
 from amp_transpiler.export.portable import portable as same_everywhere
 from amp_transpiler.export.serving import serving_model
@@ -106,6 +107,8 @@ def _models(
         except ExecutionError as error:
             given = ", ".join(f"{feed} {list(shape)}" for feed, shape in sizes.items())
             raise ArgumentError(f"{CALL}: onnxruntime refuses the step at these shapes: {given} ({error})") from None
+        if place_traits(place.kind).emulates:
+            lowered = for_older_builds(lowered)
         return plain(lowered if left is None else same_everywhere(lowered, left), of.name)
 
     models = {"train": model(program, "train", programs.fetches, True)}

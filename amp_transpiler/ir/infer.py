@@ -292,6 +292,20 @@ def _standard(op: Operator, env: Any) -> Types:
     return results
 
 
+def told_by_inputs(variable: Variable) -> bool:
+    """Whether ONNX infers of what an operator reads the type that a result of it has."""
+    op, env = variable.producer, Declared()
+    if op is None or op.attrs.programs or not onnx.defs.has(op.type, op.program.opset(op.domain), op.domain):
+        return False
+    read = tuple(None if v is None else _as_read(v, env.value(v), env) for v in op.inputs)
+    try:
+        inferred = node_types(op, read, tuple(v is not None for v in op.outputs))
+    except ONNX_ERRORS:
+        return False
+    proto = inferred.get(variable.producer_slot)
+    return proto is not None and from_type_proto(proto, variable.name) == (variable.dtype, variable.shape)
+
+
 def _as_read(variable: Variable, known: np.ndarray | None, env: Any) -> Read:
     dtype, shape = env[variable]
     type_: Any = dtype, None if shape is None else tuple(shape)

@@ -17,6 +17,7 @@ from amp_transpiler.files import Group
 from amp_transpiler.ir.external import Layout
 from amp_transpiler.ir.gc_pause import collector_paused
 from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.infer import told_by_inputs
 from amp_transpiler.ir.metadata import INITIALIZER, written_marks, written_state
 from amp_transpiler.ir.nodes import FORWARD, OWN, Operator, Variable, origin
 from amp_transpiler.ir.proto_residue import source_of, value_info
@@ -254,7 +255,8 @@ class _Writer:
 
     def _value_info(self, program: Graph, graph: onnx.GraphProto) -> None:
         """The file's entries; the outputs of own operators, whose types nobody else can infer; and what a cast was put
-        behind to keep an output's type: the file may say of that output what nobody can infer either."""
+        behind to keep an output's type, where the file says of that output what nobody can infer either: but for the
+        names of sizes, which a reader that is given the sizes may hold against them."""
         source = source_of(program)
         declared = {info.name for info in graph.output}
         for entry in source.value_info if source else []:
@@ -264,15 +266,14 @@ class _Writer:
         outputs = {v.key for v in program.outputs}
         for op in program.operators:
             if op.domain == OWN:
-                made = list(op.outputs)
+                made = [value_info(v) for v in op.outputs if v is not None and v.dtype is not None]
             elif op.inserted and op.outputs[0] is not None and op.outputs[0].key in outputs:
-                made = [v for v in op.inputs if v is not None and v.producer is not None]
+                cast = [v for v in op.inputs if v is not None and v.producer is not None]
+                made = [_without_names(value_info(v)) for v in cast if not told_by_inputs(v)]
             else:
                 continue
-            graph.value_info.extend(
-                value_info(v) for v in made if v is not None and v.dtype is not None and v.name not in declared
-            )
-            declared.update(v.name for v in made if v is not None)
+            graph.value_info.extend(info for info in made if info.name not in declared)
+            declared.update(info.name for info in made)
 
     # -- node ------------------------------------------------------------------------------------
     def node(self, op: Operator, node: onnx.NodeProto) -> None:
@@ -346,6 +347,13 @@ class _Writer:
                     node.metadata_props.extend(value)
             elif not getattr(node, name):
                 setattr(node, name, value)
+
+
+def _without_names(info: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
+    """The entry without the names of sizes."""
+    for size in info.type.tensor_type.shape.dim:
+        size.ClearField("dim_param")
+    return info
 
 
 def exported_name(variable: Variable) -> str:

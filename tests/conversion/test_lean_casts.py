@@ -191,3 +191,36 @@ def test_a_fill_is_written_in_the_type_of_its_readers(dtype: str) -> None:
     both = amp.convert(model, dtype=dtype)
     assert {op.precision for op in both.operators if op.type == "ConstantOfShape"} == {"float32", dtype}
     assert sum(op.type == "Cast" for op in both.operators) == 2
+
+
+# -- what the file says of what an output was, before its cast ------------------------------------------------------
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("y = Softmax(x)", None),  # anyone infers it
+        (
+            "y = Reshape(x, to)",
+            [None, 4],
+        ),  # the file alone says 4; 'n' might be held against the number that a reader finds
+    ],
+)
+def test_an_output_before_its_cast_is_described_where_nobody_can_infer_it(
+    body: str, expected: list[int | None]
+) -> None:
+    text = f"(float[n, 4] x, int64[2] to) => (float[n, 4] y) {{ {body} }}"
+    once = converted(text).to_onnx()
+    said = [
+        [size.dim_value if size.HasField("dim_value") else size.dim_param or None for size in dims]
+        for dims in (info.type.tensor_type.shape.dim for info in once.graph.value_info)
+    ]
+    assert said == ([] if expected is None else [expected])
+    assert [size.dim_param for size in once.graph.output[0].type.tensor_type.shape.dim] == ["n", ""]
+    assert amp.convert(once).to_onnx() == once
+
+
+def test_a_cast_of_an_output_is_not_taken_for_the_operator_of_that_name() -> None:
+    """MXNet and Keras call operators as their outputs, and runtimes a nameless operator after its output."""
+    text = "(float[2, 4] x) => (float[2, 4] y, float[2, 4] z) { [y] a = Relu(x)  [y_cast] y = Softmax(a)  z = Tanh(a) }"
+    names = [(node.name, node.output[0]) for node in converted(text).to_onnx().graph.node]
+    known = [name or output for name, output in names]
+    assert len(known) == len(set(known)) and ("y_cast_1", "y") in names and ("", "z") in names

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 from safetensors.numpy import load_file
 
 import amp_transpiler as amp
 from amp_transpiler.export.step_programs import predictions
+from amp_transpiler.ir.control import every_node
 from amp_transpiler.nn import functional as F
 from tests.helpers.checkpoints import HALF, STEPS, Small, build, state
 from tests.helpers.runners import bare, batches, losses
@@ -55,6 +57,22 @@ def test_steps_are_the_executors_and_state_goes_both_ways(case: str, tmp_path: P
     ended = amp.Scope()
     assert amp.load_checkpoint(tmp_path / "end", net.main, ended).step == STEPS
     assert state(net.main, ended) == state(net.main, scope)
+
+
+def test_a_step_for_processors_has_no_kernel_that_older_builds_lack(tmp_path: Path) -> None:
+    """onnxruntime 1.23 knows no GatedAdd, which Adam's update and the gradient of a softmax have here."""
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup):
+        x, label = amp.data("x", [4, 64], "float32"), amp.data("label", [4, 1], "int64")
+        loss = F.cross_entropy(amp.nn.fc(x, 64), label)
+        amp.optimizer.Adam(0.01).minimize(loss, startup)
+    lowered = main.lower(CPU, fetches=[loss]).model
+    assert "GatedAdd" in {node.op_type for node in every_node(lowered.graph.node)}
+    with amp.scope_guard(amp.Scope()):
+        executor = amp.Executor(CPU)
+        executor.run(startup)
+        step = onnx.load(main.export_training(tmp_path / "step", CPU) / "train.onnx")
+    assert not {node.domain for node in every_node(step.graph.node)}.union(o.domain for o in step.opset_import) - {""}
 
 
 def deep(parameters: int, rows: int) -> tuple[amp.Program, amp.Program, amp.Variable, Any]:

@@ -145,6 +145,15 @@ def test_the_format_version_is_the_first_that_has_the_target_opset() -> None:
     assert onnx.helper.find_min_ir_version_for(imports) == TARGET_IR_VERSION
 
 
+@pytest.mark.parametrize(("before", "target", "after"), [(5, 13, 7), (5, 17, 8), (9, 13, 9), (5, TARGET_OPSET, 10)])
+def test_a_later_opset_takes_no_later_format_than_it_needs(before: int, target: int, after: int) -> None:
+    """A runtime that knows the opset does not know every later format: onnxruntime 1.17 reads up to 9."""
+    text = f'<ir_version: {before}, opset_import: ["" : 10]> m (float[2] x) => (float[2] y) {{ y = Relu(x) }}'
+    program = amp.Program.from_onnx(onnx.parser.parse_model(text))
+    program.convert_opset(target)
+    assert program.to_onnx().ir_version == after
+
+
 def test_every_changed_operator_has_an_adapter_or_needs_none() -> None:
     """An operator of opset 7 … 20 whose attributes or inputs are not those of the target is adapted."""
     missing = []

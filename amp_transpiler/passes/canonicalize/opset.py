@@ -20,7 +20,7 @@ from amp_transpiler.ir.decompose import decompose_operator, has_decomposition
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.oldest_forms import OLDEST, bring_to_oldest
-from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
+from amp_transpiler.lists import TARGET_OPSET
 from amp_transpiler.option_checks import whole
 from amp_transpiler.passes.canonicalize.older_forms import ADAPTERS
 from amp_transpiler.passes.pipeline import Context, Pass, Property
@@ -51,7 +51,8 @@ def convert_opset(program: Graph, target: int = TARGET_OPSET) -> bool:
     program.info.opsets[""] = target
     for op in later:  # what they are made of has the target's form
         decompose_operator(op)
-    program.info.ir_version = max(program.info.ir_version, TARGET_IR_VERSION)
+    imports = [onnx.helper.make_opsetid("", target)]
+    program.info.ir_version = max(program.info.ir_version, onnx.helper.find_min_ir_version_for(imports))
     program.touch()
     return True
 

@@ -274,7 +274,8 @@ class _Inserter:
         op.set_output(slot, raw)
         if variable.dtype in HALF:  # a reader of the fp32 value keeps it
             op.program.replace_uses(variable, raw)
-        add_cast(raw, variable)
+        # runtimes call an operator without a name after its output: that is none of another operator
+        add_cast(raw, variable, _unused(f"{variable.name}_cast", self.labels) if variable.name in self.labels else "")
 
     def _stand_in(self, program: Graph, outer: Variable) -> Variable:
         """The variable of a nested program that stands for ``outer`` of the enclosing one."""
@@ -287,14 +288,14 @@ class _Inserter:
         """The names of variables of all graphs."""
         return {name for each in programs(self.program) for name in each.names}
 
+    @cached_property
+    def labels(self) -> set[str]:
+        """The names of operators of all graphs."""
+        return {op.name for op in self.program.walk()}
+
     def _name(self, name: str) -> str:
         """``name``, numbered where any graph of the program has it: nested graphs may not shadow names."""
-        unique, number = name, 0
-        while unique in self.names:
-            number += 1
-            unique = f"{name}_{number}"
-        self.names.add(unique)
-        return unique
+        return _unused(name, self.names)
 
     def finish(self, protected: set[Variable]) -> None:
         """Give nested graphs' captured results their types back, and take out what is read no more."""
@@ -330,6 +331,16 @@ class _Inserter:
         variable.program.remove_variable(variable)
 
 
+def _unused(name: str, taken: set[str]) -> str:
+    """``name``, numbered where it is taken; it is from now on."""
+    unique, number = name, 0
+    while unique in taken:
+        number += 1
+        unique = f"{name}_{number}"
+    taken.add(unique)
+    return unique
+
+
 def _bypassed(variable: Variable) -> bool:
     """Whether it is a widening cast or a fill that nothing reads, in a program that names its outputs: it cannot be
     fetched."""
@@ -359,11 +370,11 @@ def capture(program: Graph, outer: Variable) -> Variable:
     return new
 
 
-def add_cast(source: Variable, target: Variable) -> None:
+def add_cast(source: Variable, target: Variable, name: str = "") -> None:
     """Append the cast of ``source`` that makes ``target``, in the program of ``source``."""
     program, dtype = source.program, str(target.dtype)
     to = cast_target(program, dtype)
-    cast = program.add_operator("Cast", [source], [target], attrs={"to": to}, role=FORWARD)
+    cast = program.add_operator("Cast", [source], [target], attrs={"to": to}, role=FORWARD, name=name)
     cast.guard, cast.scope = False, source.producer.scope if source.producer is not None else ""
     cast.precision, cast.inserted = dtype, True
     cast.why = Reason(Kind.CAST, source.name, (dtype,))
