@@ -18,16 +18,19 @@ from amp_transpiler.program import Program
 
 
 def once_for_all(program: Program) -> list[str]:
-    """Let parameters that hold the same for each example of the inputs' fixed batch hold it once.
+    """Let parameters that hold the same for each example of the inputs' fixed batch hold it once, and those of them
+    that hold the same all along another axis that an input has, as attention's sinks do for each place, once there too.
 
     Likewise what an exporter looked up for each place of a text, where all are of one kind.
     """
     batches = {v.shape[0] for v in program.inputs if v.shape and isinstance(v.shape[0], int) and v.shape[0] > 1}
+    sizes = {size for v in program.inputs for size in v.shape or () if isinstance(size, int) and size > 1}
     names, places = [], []
     for variable in program.parameters:
         shape = variable.shape
         if shape and len(shape) > 1 and shape[0] in batches and _per_example(variable) and _repeats(variable, 0):
-            _keep_one(variable)
+            more = [axis for axis in range(1, len(shape)) if shape[axis] in sizes and _repeats(variable, axis)]
+            _keep_one(variable, [0, *more])
             names.append(variable.name)
         if made_up(variable.name) and len(variable.shape or ()) > 1 and _per_place(variable):
             variable.data = onnx.numpy_helper.from_array(_of_one_place(variable), variable.name)
@@ -65,17 +68,19 @@ def _per_example(variable: Variable) -> bool:
         return False
     deep = len(variable.shape or ()) > 2  # a matrix may be that of a layer
     return all(
-        isinstance(slot, int) and (_beside_examples(op, variable) or (deep and _are_examples(op, slot)))
+        isinstance(slot, int) and (_beside_examples(op, variable, [0]) or (deep and _are_examples(op, slot)))
         for op, slot in variable.readers
     )
 
 
-def _beside_examples(op: Operator, variable: Variable) -> bool:
-    """Whether it meets a computed tensor of as many examples and axes, element by element."""
+def _beside_examples(op: Operator, variable: Variable, axes: list[int]) -> bool:
+    """Whether it meets a computed tensor of as many axes, and of as many examples along these, element by element."""
     if not traits_of(op).elementwise or not (shape := variable.shape):
         return False
     others = [v.shape for v in op.inputs if v is not None and v is not variable and v.data is None]
-    return any(other and len(other) == len(shape) and other[0] == shape[0] for other in others)
+    return any(
+        other and len(other) == len(shape) and all(other[axis] == shape[axis] for axis in axes) for other in others
+    )
 
 
 def _are_examples(op: Operator, slot: int) -> bool:
@@ -93,13 +98,13 @@ def _repeats(variable: Variable, axis: int) -> bool:
     return alike and not uniform(variable)
 
 
-def _keep_one(variable: Variable) -> None:
-    """Hold the first example alone; readers that do not broadcast it get it expanded."""
+def _keep_one(variable: Variable, axes: list[int]) -> None:
+    """Hold the first along these axes alone; readers that do not broadcast it get it expanded."""
     program, dtype, shape = variable.program, variable.dtype, variable.shape or ()
-    rest = [(op, int(slot)) for op, slot in variable.readers if not _beside_examples(op, variable)]
-    first = np.ascontiguousarray(np.asarray(as_array(variable.data))[:1])
-    variable.data = onnx.numpy_helper.from_array(first, variable.name)
-    variable.shape = (1, *shape[1:])
+    rest = [(op, int(slot)) for op, slot in variable.readers if not _beside_examples(op, variable, axes)]
+    first = tuple(slice(1) if axis in axes else slice(None) for axis in range(len(shape)))
+    array = np.ascontiguousarray(np.asarray(as_array(variable.data))[first])
+    variable.data, variable.shape = onnx.numpy_helper.from_array(array, variable.name), array.shape
     if not rest:
         return
     sizes = program.add_constant(f"{variable.name}.sizes", np.array(shape, np.int64))

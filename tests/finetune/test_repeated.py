@@ -54,6 +54,39 @@ def test_a_token_repeated_for_each_example_is_one(body: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("body", "added"),
+    [
+        ("y = Concat <axis = 2> (x, token)", False),
+        ("y = Add (x, token)", True),
+        (
+            "first = Slice (x, zero, one, one) y = Add (first, token)",
+            True,
+        ),  # it gives the places of what it is added to
+    ],
+)
+def test_sinks_repeated_for_each_example_and_place_are_one(body: str, added: bool) -> None:
+    """One number for each head, which attention puts beside the scores of each query."""
+    sinks = ROW[:, :1]
+    head = '<ir_version: 9, opset_import: ["" : 18]> net (float[3,2,4] x) => (float[3,2,k] y)'
+    model = onnx.parser.parse_model(f"{head} <int64[1] zero = {{0}}, int64[1] one = {{1}}> {{ {body} }}")
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.tile(sinks, (3, 2, 1)), "token"))
+    program = amp.Program.from_onnx(model)
+    amp.prepare_training(program, restore=False)
+    assert program.var("token").shape == (1, 1, 4)
+    with amp.program_guard(program, program.startup):
+        loss = F.mean(program.outputs[0] * program.outputs[0])
+        ((_, gradient),) = amp.append_backward(loss)
+    x = np.random.default_rng(1).normal(size=(3, 2, 4)).astype(np.float32)
+    scope, exe = amp.Scope(), amp.Executor(threads=1)
+    exe.run(program.startup, scope=scope)
+    out, slope = exe.run(program, feed={"x": x}, fetch_list=[program.outputs[0], gradient], scope=scope)
+    beside = x[:, :1] if "first" in body else x
+    shown = beside + sinks if added else np.broadcast_to(sinks, x.shape)
+    np.testing.assert_allclose(out[..., -4:], np.broadcast_to(shown, x.shape), rtol=1e-6)
+    np.testing.assert_allclose(slope, (2 * out[..., -4:] / out.size).sum((0, 1), keepdims=True), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
     ("body", "token"),
     [
         ("y = Add (x, token)", ROWS + np.arange(3, dtype=np.float32)[:, None, None]),  # not alike
