@@ -129,6 +129,30 @@ def test_a_converted_program_counts_the_same() -> None:
     assert [op.type for op in constraints.operators] == ["MatMul", "Transpose", "Cos"]
 
 
+MASK = """m (int64[1,1,1,4] mask, float[1,2,4,4] x) => (float[1,2,4,4] y) <float one = {1}, float low = {-3.4028235e38}> {
+  f = Cast<to = 1>(mask)  inverse = Sub(one, f)  hidden = Cast<to = 9>(inverse)  m = Where(hidden, low, inverse)
+  z = Constant<value_ints = [0]>()  n = Constant<value_ints = [4]>()  d = Constant<value_ints = [3]>()
+  a = Slice(m, z, n, d)  s = MatMul(x, x)  t = Add(s, a)  p = Softmax(t)
+  b = Slice(m, z, n, d)  u = MatMul(p, x)  v = Add(u, b)  y = Softmax(v) }"""
+
+
+def test_a_mask_that_leaves_of_its_integers_but_zeros_is_none() -> None:
+    """As torch's masked_fill of an inverted mask; of other integers what is left counts on."""
+    assert set(kept(MASK)) == {"inverse", "m"}
+    other = MASK.replace("low, inverse)", "low, f)")
+    assert set(kept(other)) == {"inverse", "m", "a", "b"}
+
+
+def test_such_a_mask_is_cast_once_for_all_layers() -> None:
+    model = onnx.parser.parse_model('<ir_version: 8, opset_import: ["" : 17]>' + MASK)
+    program = amp.convert(model, keep_io=False)
+    assert [op.inputs[0].name for op in program.operators if op.inserted and op.inputs[0] is not None] == ["m"]
+    x = np.random.default_rng(0).standard_normal((1, 2, 4, 4)).astype(np.float16)
+    feed = {"mask": np.array([1, 1, 0, 1]).reshape(1, 1, 1, 4), "x": x}
+    (y,) = amp.Executor(amp.CPUPlace()).run(program, feed=feed, fetch_list=["y"])
+    assert (y[..., 2] == 0).all() and np.allclose(y.sum(-1), 1, atol=2e-3)
+
+
 def test_a_sum_of_integer_products_is_no_16_bit_number() -> None:
     """As in a quantised layer: 1,024 products of bytes are 66,585,600 before the scale."""
     model = onnx.parser.parse_model(

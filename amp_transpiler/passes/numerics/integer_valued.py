@@ -2,11 +2,12 @@
 
 Forwards, from integers that become floats: while an operator reads nothing but such numbers and constants, it
 counts. A comparison of them ends the chain; one with small integers is right in any format. Data that a model
-computes, and weights, end it too; so do sine and cosine, which bring integers into [-1, 1]. Sums of integer
-products (a quantised layer) leave float16 at once: the float that they become is not stored in 16 bit, before the
-scale brings it back. Backwards, from floats that become integers: elementwise arithmetic on the way to an index or a
-size, or to what is quantised by a scale that is computed. What rounding took off such a float is the weight by which
-neighbours are mixed: that difference is computed in fp32 too.
+computes, and weights, end it too; so do sine and cosine, which bring integers into [-1, 1], and a mask in which
+every integer but 0 became another number. Sums of integer products (a quantised layer) leave float16 at once: the
+float that they become is not stored in 16 bit, before the scale brings it back. Backwards, from floats that become
+integers: elementwise arithmetic on the way to an index or a size, or to what is quantised by a scale that is computed.
+What rounding took off such a float is the weight by which neighbours are mixed: that difference is computed in fp32
+too.
 """
 
 from __future__ import annotations
@@ -99,7 +100,16 @@ def _forwards(ops: list[Operator], constraints: Constraints) -> None:
 def _ends(op: Operator) -> bool:
     """Whether it turns a position into a number that 16 bit holds: it stays fp32 itself, and ends the chain."""
     traits = traits_of(op)
-    return traits.periodic and traits.bounded is not None
+    return (traits.periodic and traits.bounded is not None) or _leaves_zeros(op)
+
+
+def _leaves_zeros(op: Operator) -> bool:
+    """Whether it puts another number in the place of every integer but 0, as a mask of attention is made."""
+    if op.full_type != "Where" or op.inputs[0] is None or op.inputs[2] is None:
+        return False
+    maker = source(op.inputs[0]).producer
+    tested = maker.input(0) if maker is not None and maker.full_type == "Cast" else None
+    return tested is not None and source(tested) is source(op.inputs[2])
 
 
 def operands(op: Operator) -> list[Variable]:
