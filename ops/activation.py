@@ -222,10 +222,22 @@ def _kept(e: Emitter, dy: Value, y: Value) -> tuple[Value, Value] | None:
 def log_softmax(e: Emitter, op: Operator, x: Value, y: Value, dy: Value) -> Grads:
     """dy - softmax(x) sum(dy). In 16 bit exp(y) would be off by as much as y was rounded."""
     axis = _axis(op, y)
-    share = e.Softmax(x, axis=axis, shape=y.shape) if x.dtype in HALF else e.Exp(y)
-    if axis == len(size_of(y)) - 1:
-        return [plus_rows(e, dy, sums_of_rows(e, dy, -1.0), share)]
-    return [e.Sub(dy, e.Mul(share, e.ReduceSum(dy, e.ints(axis), keepdims=1)))]
+    last = axis == len(size_of(y)) - 1
+
+    def minus_sum(value: Value) -> Value:
+        """Of each row along the axis."""
+        return sums_of_rows(e, value, -1.0) if last else e.Neg(e.ReduceSum(value, e.ints(axis), keepdims=1))
+
+    total = minus_sum(dy)
+    if x.dtype not in HALF:
+        share = e.Exp(y)
+    else:  # of what is above a half, what is left to 1 has the digits: dy - sum(dy) + (1 - share) sum(dy)
+        share = e.Softmax(x, axis=axis, shape=y.shape)
+        above = e.Greater(comparable(e, share), e.like(0.5, comparable(e, share)))
+        others = e.Where(above, e.like(0, share), share)
+        share = e.Where(above, e.cast(minus_sum(others), share.dtype), others)
+        dy = e.Add(dy, e.Where(above, e.cast(total, dy.dtype), e.like(0, dy)))
+    return [plus_rows(e, dy, total, share) if last else e.Add(dy, e.Mul(share, e.cast(total, dy.dtype)))]
 
 
 def _axis(op: Operator, value: Value) -> int:

@@ -49,7 +49,7 @@ def test_it_loads_where_its_source_does(mode: str) -> None:
     done = amp.convert(source, mode=mode)
     assert done.opset() == 19
     session(done.to_onnx())
-    assert amp.convert(quantized(10), mode=mode, dtype="bfloat16").opset() == 19
+    assert amp.convert(quantized(10), mode=mode, dtype="bfloat16").opset() == 13  # no later one has more kernels
 
 
 def test_it_loads_with_bodies_of_a_place_in_it() -> None:

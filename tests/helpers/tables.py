@@ -10,7 +10,8 @@ import numpy as np
 import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
 
-ROWS, WIDTH, BATCH, IDS = 40, 6, 4, 5
+#: Rows of whole vectors: onnxruntime sums others by where they begin, so that a row alone has other bits than in a table.
+ROWS, WIDTH, BATCH, IDS = 40, 12, 4, 5
 Net = tuple[amp.Program, amp.Variable, amp.Variable]
 
 

@@ -85,6 +85,11 @@ CASES: dict[str, Case] = {
         lambda x: np.log1p(np.exp(np.where(_BINARY > 0, -x, x))),
         [np.where(np.arange(48) % 2, 1, -1) * _RNG.uniform(4, 10, (4, 48))],
     ),
+    "sure of classes": (
+        lambda x: F.log_softmax(x)[:, 1],
+        lambda x: x[:, 1] - np.log(np.exp(x).sum(-1)),
+        [normal(32, 6) + np.eye(6)[1] * _RNG.uniform(6, 11, (32, 1))],
+    ),
     "log loss": (
         lambda p: F.log_loss(p, F.full_like(p, 0.0)),
         lambda p: -np.log(1 - p + 1e-4),
