@@ -11,7 +11,7 @@ import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
 
 #: Rows of whole vectors: onnxruntime sums others by where they begin, so that a row alone has other bits than in a table.
-ROWS, WIDTH, BATCH, IDS = 40, 12, 4, 5
+ROWS, WIDTH, BATCH, IDS = 40, 8, 4, 5
 Net = tuple[amp.Program, amp.Variable, amp.Variable]
 
 

@@ -21,7 +21,7 @@ from amp_transpiler.passes.lowering.exchange_cost import Network
 from amp_transpiler.passes.lowering.planning import Assumed, Planner
 from amp_transpiler.runtime.collective.headers import SIZE
 from tests.helpers import benchmark_programs, sharded
-from tests.helpers.tables import Recommender
+from tests.helpers.tables import BATCH, IDS, WIDTH, Recommender
 from tests.helpers.where import ROOT
 
 ALL = [1, 2, 4, 8, 16, 64, 512, 4096]
@@ -93,7 +93,8 @@ def test_sparse_tables_send_the_rows_that_are_looked_up() -> None:
     assert alone.buckets == real.buckets
     for one, other in zip(alone.rows, real.rows, strict=True):
         assert (one.sent, one.exposed) == (other.sent, pytest.approx(other.exposed))
-    gathered, dense = 4 * 5 * (8 + 6 * 4), sum(alone.buckets) - 4 * 5 * (8 + 6 * 4)
+    gathered = BATCH * IDS * (8 + WIDTH * 4)  # ids are int64, rows float32
+    dense = sum(alone.buckets) - gathered
     for row in alone.rows:  # every rank sends its rows to every other one
         assert row.sent == (row.ranks - 1) * gathered + 2 * (dense * (row.ranks - 1) // row.ranks)
 
