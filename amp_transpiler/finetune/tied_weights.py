@@ -13,10 +13,10 @@ import numpy as np
 
 from amp_transpiler.finetune.called_layers import Calls, Use
 from amp_transpiler.finetune.layer_names import called, is_vector, module_of, name_of, uniform
-from amp_transpiler.ir.metadata import torch_weights
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.parameter_names import made_up
 from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.ir.torch_marks import torch_weights
 from amp_transpiler.option_checks import listed
 from amp_transpiler.program import Program
 

@@ -3,15 +3,14 @@ scope, precision, reason), the state of a training program in those of the graph
 
 from __future__ import annotations
 
-import ast
 import json
-import re
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.accumulation_window import AccumulationWindow
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import FORWARD, ROLES, Operator
 from amp_transpiler.ir.reasons import Kind, Reason, unpack, written
+from amp_transpiler.ir.torch_marks import derived_scope
 from amp_transpiler.ir.types import SHORT
 from amp_transpiler.ir.weights import not_a_weight
 
@@ -33,9 +32,6 @@ INITIALIZER = "ArrayInitializer"
 _WHY = PREFIX + "why"
 _RUNS = {short: dtype for dtype, short in SHORT.items()}
 _STATE = PREFIX + "state"
-_TORCH_SCOPES = "pkg.torch.onnx.name_scopes"
-_TORCH_NODE = "pkg.torch.onnx.fx_node"
-_TORCH_WEIGHT = re.compile(r"%([pb]_\w+)")
 
 
 def only_looks(op: Operator) -> bool:
@@ -82,50 +78,6 @@ def written_marks(op: Operator) -> dict[str, str]:
 def _said(why: Reason | None) -> str:
     """The precision that a reason tells; "" where it tells none."""
     return "" if why is None else _RUNS.get(why.runs, "")
-
-
-def derived_scope(op: Operator) -> str:
-    """The scope that an exporter's own marks give an operator: ``encoder/layer.0/attention``; "" where there are none.
-
-    PyTorch's dynamo exporter lists the enclosing modules, outermost first and each with its full dotted name,
-    and the node itself last; its TorchScript exporter names a node ``/encoder/layer.0/attention/MatMul``.
-    """
-    listed = op.metadata.get(_TORCH_SCOPES)
-    if listed is not None:
-        return _joined(listed)
-    if op.name.startswith("/"):
-        return op.name[1:].rpartition("/")[0]
-    return ""
-
-
-def _joined(listed: str) -> str:
-    scopes = listed[2:-2].split("', '")
-    if repr(scopes) != listed:  # as hardly ever: names with quotes, or what is no list of names
-        scopes = _names(listed)
-    parts: list[str] = []
-    outer = ""
-    for scope in scopes[:-1]:
-        part = scope.removeprefix(outer + ".") if outer else scope
-        if part and scope != outer:
-            parts.append(part)
-        outer = scope
-    return "/".join(parts)
-
-
-def _names(listed: str) -> list[str]:
-    try:
-        found = ast.literal_eval(listed)
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return []
-    return found if isinstance(found, list) and all(isinstance(name, str) for name in found) else []
-
-
-def torch_weights(op: Operator) -> list[str]:
-    """The parameters and buffers that the operation read of which PyTorch's dynamo exporter wrote an operator.
-
-    One that several modules share has one name there; those that the exporter merged, being equal, have their own.
-    """
-    return _TORCH_WEIGHT.findall(op.metadata.get(_TORCH_NODE, ""))
 
 
 def written_state(program: Graph) -> dict[str, str]:

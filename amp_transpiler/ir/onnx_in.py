@@ -19,7 +19,7 @@ from amp_transpiler.ir.gc_pause import collector_paused
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import from_type_proto
 from amp_transpiler.ir.kinds import typed_by_kind
-from amp_transpiler.ir.metadata import INITIALIZER, derived_scope, read_marks, read_state
+from amp_transpiler.ir.metadata import INITIALIZER, read_marks, read_state
 from amp_transpiler.ir.model_file import DataFiles, ModelFile, copy_without, read_model, without_weights
 from amp_transpiler.ir.model_info import ModelInfo
 from amp_transpiler.ir.node_fields import NodeFields, fields_of
@@ -27,6 +27,7 @@ from amp_transpiler.ir.nodes import FORWARD, OWN, Shape, Variable
 from amp_transpiler.ir.oldest_forms import OLDEST, type_oldest
 from amp_transpiler.ir.proto_residue import Entry, Source, leftover, set_source, source_of
 from amp_transpiler.ir.tensors import HeldTensor, is_small, stripped, tensor_type
+from amp_transpiler.ir.torch_marks import derived_scope
 from amp_transpiler.ir.verify import all_clashes
 from amp_transpiler.ir.weights import STATISTICS, not_a_weight
 from amp_transpiler.ir.wellformed import node_label

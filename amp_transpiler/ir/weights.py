@@ -17,13 +17,13 @@ from amp_transpiler.ir.angles import turns
 from amp_transpiler.ir.control import carried_slots
 from amp_transpiler.ir.copies import original, readers_past_copies
 from amp_transpiler.ir.counted import places
-from amp_transpiler.ir.exported_kinds import BUFFER, PARAMETER, exported_kind
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import combined, moves, traits_of
 from amp_transpiler.ir.parameter_names import made_up, not_learned
 from amp_transpiler.ir.spectra import spectral
 from amp_transpiler.ir.tensors import LOOKED_THROUGH, as_array, tensor_type
+from amp_transpiler.ir.torch_marks import BUFFER, PARAMETER, exported_kind
 from amp_transpiler.ir.types import FLOATS
 
 #: What :func:`not_a_weight` says of a running mean or variance: no weight, but it changes in training.
