@@ -25,7 +25,7 @@ from amp_transpiler.lists._kernels import (
 )
 from amp_transpiler.lists._places import PlaceTraits, half_places, place_kinds, place_traits
 from amp_transpiler.lists._roundings import Roundings, roundings
-from amp_transpiler.lists._schemas import plain_domain
+from amp_transpiler.lists._schemas import first_opset, plain_domain
 from amp_transpiler.lists.amp_lists import AutoMixedPrecisionLists
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "Roundings",
     "default_lists",
     "faults",
+    "first_opset",
     "half_places",
     "has_kernel",
     "keep_fp32",

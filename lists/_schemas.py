@@ -37,6 +37,20 @@ def schemas() -> Mapping[tuple[str, str], defs.OpSchema]:
     return MappingProxyType(newest)
 
 
+def first_opset(op_type: str, domain: str) -> int | None:
+    """The opset of its domain that an operator came with; None where onnx knows no such operator."""
+    return _first_opsets().get((domain, op_type))
+
+
+@cache
+def _first_opsets() -> Mapping[tuple[str, str], int]:
+    first: dict[tuple[str, str], int] = {}
+    for schema in defs.get_all_schemas_with_history():
+        key = (schema.domain, schema.name)
+        first[key] = min(first.get(key, schema.since_version), schema.since_version)
+    return MappingProxyType(first)
+
+
 def schema_at(op_type: str, opset: int, domain: str) -> defs.OpSchema | None:
     """The schema of an operator at an opset of its domain; None where it has none."""
     try:

@@ -181,6 +181,13 @@ def test_an_untyped_variable_is_named() -> None:
     assert state(p) == before
 
 
+def test_an_operator_of_a_later_opset_is_named() -> None:
+    """An exporter that was asked for an opset beyond its own wrote later operators and declared its own."""
+    p = program("main (float[2,2] x) => (float[2,2] y) <float[2,2] m> { m = MatMul(x, x) y = Swish(m) }")
+    with pytest.raises(GraphError, match=r"'Swish -> y' \(Swish\) came with opset 24, and the model declares opset 21"):
+        rewrite_program(p)
+
+
 def test_an_operator_that_does_not_fit_is_no_untyped_variable() -> None:
     p = program("main (float x, float[2,2] w) => (float y) { m = MatMul(x, w) y = Softmax(m) }")
     with pytest.raises(GraphError, match=r"'MatMul -> m' \(MatMul\) does not fit its inputs: .*wrong rank"):

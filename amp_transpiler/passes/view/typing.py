@@ -21,7 +21,8 @@ from amp_transpiler.ir.onnx_inference import ONNX_ERRORS
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.signature import Signature, signature
 from amp_transpiler.ir.types import FLOATS, HALF, NAMES
-from amp_transpiler.lists import kept_fp32
+from amp_transpiler.ir.verify import schema_of
+from amp_transpiler.lists import first_opset, kept_fp32
 
 #: The type variable of every slot of an operator without a schema.
 _ANY = "T"
@@ -238,8 +239,16 @@ def programs(program: Graph) -> Iterator[Graph]:
 
 
 def require_typed(program: Graph) -> None:
-    """GraphError naming the first variable without a type; precision cannot be decided without."""
+    """GraphError naming the first variable without a type, or an operator of a later opset than the model declares;
+    precision cannot be decided without."""
     for each in programs(program):
+        for op in {op.full_type: op for op in each.operators if not op.domain}.values():
+            first = first_opset(op.type, op.domain) if schema_of(op.type, each.opset(), op.domain) is None else None
+            if first is not None and first > each.opset():
+                raise GraphError(
+                    f"operator '{op.label}' ({op.type}) came with opset {first}, and the model declares opset "
+                    f"{each.opset()}; export it at {first} or later, where its other operators are of that opset too"
+                )
         for variable in each.variables:
             if variable.dtype is None and variable.type_proto is None:
                 raise _untyped(variable)
