@@ -114,10 +114,12 @@ class Programs:
         optimizer = kind(learning_rate=_rate(options, updates), **more)
         if options.mode != "fp32":
             lists = AutoMixedPrecisionLists(custom_black_list=list(options.black_list) or None, dtype=options.dtype)
-            scaling: dict[str, Any] = {"init_loss_scaling": options.loss_scale} if options.loss_scale else {}
+            scaling: dict[str, Any] = {}
             if options.dtype == "float16":
-                scale = {"init_scale": float(options.loss_scale)} if options.loss_scale else {}
-                scaling = {"scaler": LossScaler.paddle(floor=LOWEST_SCALE, **scale)}
+                start = {"init_scale": float(options.loss_scale)} if options.loss_scale else {}
+                scaling = {"scaler": LossScaler.paddle(floor=LOWEST_SCALE, **start)}
+            elif options.loss_scale:
+                scaling = {"init_loss_scaling": options.loss_scale}
             optimizer = decorate(
                 optimizer,
                 lists,
