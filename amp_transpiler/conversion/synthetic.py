@@ -23,9 +23,9 @@ from amp_transpiler.runtime.budget import OverBudget
 SYNTHETIC = "a synthetic sample"
 #: Bytes of a synthetic sample; larger inputs are the user's to give.
 _SAMPLE = 1 << 28
-#: What unknown dimensions are tried with beyond 1, and whether those of the batch as well: the sides of an image, a
-#: stretch of sound, and names that say nothing.
-_SIZES = ((64, False), (1024, False), (64, True))
+#: What unknown dimensions are tried with beyond 1, from which axis on, those of the batch not before all are: the sides
+#: of an image, a stretch of sound, one beside states whose batch is no first dimension and has no name, any dimension.
+_SIZES = ((64, 1), (1024, 1), (256, -1), (64, 0))
 #: What names of dimensions compute, and how those look that may.
 _COMPUTES: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -79,11 +79,11 @@ def _shapes(program: Program) -> Iterator[list[list[int]]]:
     yield [[_size(size, lambda name: asked.get(name, 1)) for size in v.shape or ()] for v in fed]
     if all(isinstance(size, int) for v in fed for size in v.shape or ()):
         return
-    for open_size, batches in _SIZES:
-        known = asked | dict.fromkeys(frozenset() if batches else batch, 1)
+    for open_size, start in _SIZES:
+        known = asked | dict.fromkeys(batch if start else (), 1)
         yield [
             [
-                _size(size, partial(_open, open_size, known, bool(axis) or batches))
+                _size(size, partial(_open, open_size, known, axis in range(len(v.shape or ()))[start:]))
                 for axis, size in enumerate(v.shape or ())
             ]
             for v in fed

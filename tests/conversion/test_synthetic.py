@@ -22,6 +22,12 @@ RUNS = {
         " { u = Unsqueeze(x, one) y = Conv(u, w) g = Neg(h) }",
         {"x": (1, 1024), "h": (2, 1, 4)},
     ),
+    "a sound of one frame, and a state whose batch has no name": (
+        "m (float[?,?] x, float[2,?,4] h) => (float[A,1,4] y, float[2,B,4] g)"
+        " <float[1,1,256] w, int64[1] one = {1}, float[1,4] v, int64[3] whole = {2, 1, 4}>"
+        " { u = Unsqueeze(x, one) c = Conv(u, w) y = MatMul(c, v) s = Neg(h) g = Reshape(s, whole) }",
+        {"x": (1, 256), "h": (2, 1, 4)},
+    ),
     "one token is padding": (
         "m (int64[N,L] ids) => (float[N,L,4] y) <float[2,4] w, float[2,1] seen = {0.0, 1.0}>"
         " { t = Mul(w, seen) y = Gather(t, ids) }",
