@@ -21,7 +21,7 @@ from amp_transpiler.ir.contrib_types import DOMAIN, WITHDRAWN, settled_types
 from amp_transpiler.ir.evaluation import fold
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import OWN, Operator, Shape, TensorType, Types, Variable
-from amp_transpiler.ir.onnx_inference import ONNX_ERRORS, settle_scales
+from amp_transpiler.ir.onnx_inference import ONNX_ERRORS, settle_scales, spell_out
 from amp_transpiler.ir.opdef import lookup
 from amp_transpiler.ir.rule_errors import rule_of
 from amp_transpiler.ir.types import NAMES, ONNX_TYPES, RANK
@@ -344,6 +344,7 @@ def _node_types(
         if content is not None:
             data[name] = onnx.TensorProto.FromString(content)
     settle_scales(node, opset, types, data)
+    spell_out(node)
     schema = onnx.defs.get_schema(type_, opset, domain)
     opsets = [onnx.helper.make_opsetid(domain, opset)]
     found = onnx.shape_inference.infer_node_outputs(schema, node, types, data, opset_imports=opsets)

@@ -4,7 +4,8 @@ With data propagation onnx keeps a tensor of one dimension as a list of its elem
 adds, multiplies, casts or slices it: a declared input of two billion elements takes hundreds of gigabytes. It keeps
 them by name, those of all graphs together: of tensors that the branches of an If both have it takes one for the other.
 
-Sizes that come of scales are those of onnxruntime, which runs the model (:func:`settle_scales`).
+Sizes that come of scales are those of onnxruntime, which runs the model (:func:`settle_scales`). Defaults are those of
+ONNX's operators (:func:`spell_out`).
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ _SMALL = 2000
 _SIZE = "size__"
 #: What the names of scales begin with that are put in the place of a model's.
 _SETTLED = "scales__"
+#: Attributes that inference takes for something else where a node leaves them out, and what they are then: it gives an
+#: STFT the frequencies of both sides.
+_MISREAD = {"STFT": ("onesided", 1)}
 #: What the names begin with that ONNX's inference makes up for sizes that it does not know.
 INVENTED = "unk__"
 
@@ -49,12 +53,16 @@ def inferred_types(model: onnx.ModelProto, nested: bool) -> onnx.ModelProto | No
     Long sizes of declared tensors of one dimension come as names; :func:`size_of` gives them back. ``nested``: whether
     a node holds a graph.
     """
-    if any(map(_has_long, _graphs(model.graph) if nested else (model.graph,))):
+    graphs = list(_graphs(model.graph)) if nested else [model.graph]
+    long, misread = any(map(_has_long, graphs)), any([_misread(node) for graph in graphs for node in graph.node])
+    if long or misread:
         copy = onnx.ModelProto()
         copy.CopyFrom(model)
         model = copy
         for graph in list(_graphs(model.graph)):
             _hide_sizes(graph)
+            for node in graph.node:
+                spell_out(node)
     found = _inferred(model, nested)
     scaled = None if found is None else _with_settled_scales(model, found)
     while scaled is not None and found is not None:
@@ -74,6 +82,19 @@ def _inferred(model: onnx.ModelProto, nested: bool) -> onnx.ModelProto | None:
         return onnx.shape_inference.infer_shapes(model, data_prop=True)
     except ONNX_ERRORS:
         return None
+
+
+# -- defaults -------------------------------------------------------------------------------------------------
+def spell_out(node: onnx.NodeProto) -> None:
+    """Write the attribute of a node that inference would misread for want of it."""
+    if _misread(node):
+        node.attribute.append(onnx.helper.make_attribute(*_MISREAD[node.op_type]))
+
+
+def _misread(node: onnx.NodeProto) -> bool:
+    if node.op_type not in _MISREAD or plain_domain(node.domain):
+        return False
+    return all(attribute.name != _MISREAD[node.op_type][0] for attribute in node.attribute)
 
 
 # -- sizes by scales ------------------------------------------------------------------------------------------
