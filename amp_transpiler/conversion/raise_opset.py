@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 
 from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions
 from amp_transpiler.conversion.io_types import io_to_narrow
+from amp_transpiler.conversion.protected import protected
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.annotate import annotate
 from amp_transpiler.ir.clone import clone
 from amp_transpiler.ir.contrib_types import WITHDRAWN, WITHDRAWN_AT
+from amp_transpiler.ir.decompose import write_instead
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.lists import TARGET_OPSET, USUAL_PLACE, has_kernel, place_traits
+from amp_transpiler.ops.without_kernels import form_of
 from amp_transpiler.passes.canonicalize.fuse_norm import MEANS, fuse_layer_norms, has_layer_norms
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.numerics.quantised import loads_at
@@ -35,14 +39,19 @@ _HasKernel = Callable[..., bool]
 
 
 def raise_for(
-    program: Graph, dtype: str, place: str = USUAL_PLACE, binds_full: Callable[[str], bool] = lambda name: False
+    program: Graph,
+    dtype: str,
+    place: str = USUAL_PLACE,
+    binds_full: Callable[[str], bool] = lambda name: False,
+    kept: Collection[str] = (),
 ) -> str:
     """Bring ``program`` to a later opset, in place, where more of it can then run in ``dtype``; a sentence on what was
     done, or on what would have been gained and was not worth it.
 
-    That is the target opset, or 22 where even more can and no operator loses its kernel on the place, or an earlier one
-    where onnxruntime would not load it there. A program that cannot be expressed there stays as it is. ``binds_full``:
-    of which operators lists say that they run in fp32 anyway.
+    That is the target opset, or 22 where even more can, or an earlier one where onnxruntime would not load it there.
+    What has no kernel at 22 on the place is written in other operators; where it has no such form, or is one of the
+    types ``kept``, 22 is not taken. A program that cannot be expressed there stays as it is. ``binds_full``: of which
+    operators lists say that they run in fp32 anyway.
     """
     own, kernels = program.opset(), partial(has_kernel, place_traits(place).provider)
     bound = cache(binds_full)
@@ -54,7 +63,7 @@ def raise_for(
     if not targets:
         return ""
     before = _able(program, dtype, able)
-    best, count, trial, refused = own, before, program, ""
+    best, count, trial, refused, written = own, before, program, "", Counter[str]()
     for target in targets:
         copy = clone(program)
         try:
@@ -64,9 +73,11 @@ def raise_for(
         found = _able(copy, dtype, able)
         if target >= _LAYER_NORM > own:
             found += len(fuse_layer_norms(copy))
-        lost = _lost(program, trial, copy, kernels) if target > TARGET_OPSET else []
+        lost = _lost(program, trial, copy, kernels) if target > TARGET_OPSET and found > count else []
+        changed = _write_out(copy, [kind for kind in lost if kind not in kept])
+        lost = [kind for kind in lost if kind not in changed]
         if found > count and not lost:
-            best, count, trial = target, found, copy
+            best, count, trial, written = target, found, copy, changed
         elif found > count:
             gain = f"opset {target}, at which {_more(found - before)} could run in {dtype}"
             refused = f"{gain}, is not taken: {place_traits(place).title} has no kernel for {', '.join(lost)} there"
@@ -74,8 +85,27 @@ def raise_for(
         return refused
     convert_opset(program, best)
     annotate(program)  # what the newer forms of operators say of shapes
-    raised = f"opset {own} raised to {best}, at which {_more(count - before)} can run in {dtype}"
-    return f"{raised}; {refused}" if refused else raised
+    _write_out(program, written)
+    told = [f"opset {own} raised to {best}, at which {_more(count - before)} can run in {dtype}"]
+    for kind, number in written.items():
+        title = place_traits(place).title
+        told.append(f"{number} {kind} written in other operators, as {title} has no kernel for it there")
+    return "; ".join([*told, refused] if refused else told)
+
+
+def _write_out(program: Graph, kinds: Iterable[str]) -> Counter[str]:
+    """Write operators of these types in others; how many there were of the types of which that did with all."""
+    forms = {kind: form for kind in kinds if (form := form_of(kind)) is not None}
+    written = Counter[str]()
+    for op in list(program.walk()):
+        if op.type in forms and not op.domain:
+            try:
+                write_instead(op, forms[op.type])
+            except GraphError:
+                del forms[op.type]
+            else:
+                written[op.type] += 1
+    return Counter({kind: written[kind] for kind in forms})
 
 
 def _more(count: int) -> str:
@@ -121,7 +151,8 @@ def _lost(program: Graph, before: Graph, after: Graph, has: _HasKernel) -> list[
 
 @dataclass(frozen=True)
 class RaiseOpset(Pass):
-    """Operators of ai.onnx are rewritten to a later opset, where more of them can then run in 16 bit."""
+    """Operators of ai.onnx are rewritten to a later opset, where more of them can then run in 16 bit; what has no kernel
+    there, in others."""
 
     name = "raise-opset"
     needs = (OPTIONS,)
@@ -130,7 +161,8 @@ class RaiseOpset(Pass):
     def run(self, graph: Graph, context: Context) -> None:
         options = context[OPTIONS]
         if options.mode != "mixed" or _has_neighbours(graph, options):
-            note = raise_for(graph, options.dtype, options.kind, options.binds_full)
+            kept = {op.type for op in protected(graph, options)[1]}
+            note = raise_for(graph, options.dtype, options.kind, options.binds_full, kept)
             context.notes += [note] if note else []
         if graph.opset() < _CASTS[options.dtype] and io_to_narrow(graph, options):
             convert_opset(graph, _CASTS[options.dtype])  # inputs and outputs are cast, whatever else runs in 16 bit

@@ -10,9 +10,7 @@ from amp_transpiler.conversion.raise_opset import raise_for
 from amp_transpiler.lists import has_kernel
 
 K = ", ".join(["0.1"] * 9)
-CONV = (
-    f"m (float[1,1,8,8] x) => (float[1,1,B,B] y) <float[1,1,3,3] k = {{{K}}}> {{ a = Conv(x, k) b = Relu(a) y = TAIL }}"
-)
+CONV = f"m (float[1,1,8,8] x) => (float[1,1,B,B] y) <float[1,1,3,3] k = {{{K}}}, float[1] one = {{1}}> {{ a = Conv(x, k) b = Relu(a) y = TAIL }}"
 CUDA = "CUDAExecutionProvider"
 
 
@@ -28,8 +26,10 @@ def program_of(text: str, opset: int) -> amp.Program:
     [
         ("Neg(b)", 9, 22),  # Conv takes bfloat16 from 22 on, and nothing loses its kernel
         ("Neg(b)", 17, 22),
-        ("MaxPool<kernel_shape=[2,2], strides=[2,2]>(b)", 9, 13),  # at 22 MaxPool would leave CUDA; Relu gains at 13
-        ("MaxPool<kernel_shape=[2,2], strides=[2,2]>(b)", 17, 17),  # nothing to gain below 22
+        ("Elu(b)", 9, 13),  # at 22 Elu would leave CUDA; Relu gains at 13
+        ("Elu(b)", 17, 17),  # nothing to gain below 22
+        ("MaxPool<kernel_shape=[2,2], strides=[2,2]>(b)", 17, 22),  # which others stand for
+        ("InstanceNormalization(b, one, one)", 17, 22),
         ("Neg(b)", 22, 22),
     ],
 )
@@ -37,7 +37,8 @@ def test_the_opset_at_which_most_can_run(tail: str, opset: int, expected: int) -
     program = program_of(CONV.replace("TAIL", tail), opset)
     told = raise_for(program, "bfloat16")
     assert program.opset() == expected and ("raised" in told) == (expected != opset)
-    assert ("for MaxPool there" in told) == ("MaxPool" in tail)
+    assert ("for Elu there" in told) == ("Elu" in tail)
+    assert ("written in other" in told) == tail.startswith(("MaxPool", "Instance"))
     for op in program.operators:
         assert has_kernel(CUDA, op.type, "float32", program.opset())
     onnx.checker.check_model(program.to_onnx(), full_check=True)

@@ -1,0 +1,93 @@
+"""What stands for operators that lose their kernels computes what they compute, in sizes that are open as well."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+import amp_transpiler as amp
+from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.decompose import write_instead
+from amp_transpiler.ir.weights import become_constants
+from amp_transpiler.ops.without_kernels import form_of
+
+POOLS = {
+    "a residual net's": "kernel_shape=[3,3], strides=[2,2], pads=[1,1,1,1]",
+    "tiles": "kernel_shape=[2,2], strides=[2,2]",
+    "of all around": "kernel_shape=[5,5], pads=[2,2,2,2]",
+    "one axis alone": "kernel_shape=[1,3], strides=[1,2], pads=[0,1,0,1]",
+    "strides alone": "kernel_shape=[1,1], strides=[2,3]",
+    "gaps": "kernel_shape=[3,2], dilations=[2,3]",
+    "uneven padding": "kernel_shape=[3,4], strides=[2,3], pads=[0,3,2,1]",
+    "valid": "kernel_shape=[3,3], strides=[2,2], auto_pad='VALID'",
+}
+#: Whose padding goes by the sizes.
+FIXED = {
+    "rounded up": "kernel_shape=[3,3], strides=[2,2], ceil_mode=1",
+    "rounded up, no window behind the end": "kernel_shape=[2,2], strides=[3,3], pads=[1,1,1,1], ceil_mode=1",
+    "the same size": "kernel_shape=[3,3], auto_pad='SAME_UPPER'",
+    "the same size, strides": "kernel_shape=[4,4], strides=[2,3], auto_pad='SAME_LOWER'",
+}
+
+
+def written(type_: str, attributes: str, sizes: str, more: str = "") -> tuple[onnx.ModelProto, amp.Program]:
+    """A model of one operator, and the program in which others stand for it."""
+    attributes = attributes.replace("'", '"')
+    head = f'<ir_version: 10, opset_import: ["" : 22]> m (float[{sizes}] x) => (float[A,B,C,D] y)'
+    reads = ", ".join(["x", *("s", "b")[: 2 * bool(more)]])
+    model = onnx.parser.parse_model(f"{head} {more} {{ y = {type_}<{attributes}>({reads}) }}")
+    model = onnx.shape_inference.infer_shapes(model)
+    program = amp.Program.from_onnx(model)
+    become_constants(program)
+    (op,) = program.operators
+    form = form_of(type_)
+    assert form is not None
+    write_instead(op, form)
+    assert all(each.type != type_ for each in program.operators)
+    return model, program
+
+
+def results(model: onnx.ModelProto, program: amp.Program, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    written = program.to_onnx()
+    onnx.checker.check_model(written, full_check=True)
+    one, other = (
+        onnxruntime.InferenceSession(each.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, {"x": x})
+        for each in (model, written)
+    )
+    return one[0], other[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [*itertools.product(POOLS, ("2,3,11,13", "N,3,H,W")), *((name, "N,3,11,13") for name in FIXED)]
+)
+def test_the_maxima_of_windows_are_those_of_slices(name: str, sizes: str) -> None:
+    model, program = written("MaxPool", (POOLS | FIXED)[name], sizes)
+    for shape in [(2, 3, 11, 13)] if "H" not in sizes else [(2, 3, 11, 13), (1, 3, 8, 7), (4, 3, 5, 4)]:
+        x = np.random.default_rng(0).standard_normal(shape, np.float32) - 3  # what padding with zeros would show
+        one, other = results(model, program, x)
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    ["kernel_shape=[3,3], dilations=[2,2], pads=[1,1,1,1]", *(text for text in FIXED.values() if "2,3" not in text)],
+)
+def test_what_open_sizes_do_not_tell_stays(attributes: str) -> None:
+    with pytest.raises(GraphError, match="MaxPool"):
+        written("MaxPool", attributes, "N,3,H,W")
+
+
+@pytest.mark.parametrize("sizes", ["2,3,11,13", "N,3,H,W"])
+@pytest.mark.parametrize("affine", [False, True])
+def test_a_norm_of_channels_is_one_of_rows(sizes: str, affine: bool) -> None:
+    scale, bias = ("2, -1, 0.5", "1, 0, -3") if affine else ("1, 1, 1", "0, 0, 0")
+    model, program = written(
+        "InstanceNormalization", "epsilon=0.01", sizes, f"<float[3] s = {{{scale}}}, float[3] b = {{{bias}}}>"
+    )
+    assert affine == any(op.type == "Mul" for op in program.operators)
+    x = np.random.default_rng(0).standard_normal((2, 3, 11, 13), np.float32) + 2
+    np.testing.assert_allclose(*results(model, program, x), atol=1e-5)
