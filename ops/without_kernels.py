@@ -1,11 +1,14 @@
-"""Operators of which CUDA has no kernel from opset 22 on, where its bfloat16 convolutions begin, in others that it has.
+"""Operators in others, where a place has kernels of these alone: CUDA in bfloat16, or from opset 22 on.
 
-onnxruntime takes a kernel that was last registered for version 12 of an operator for no later version.
+There its bfloat16 convolutions begin, and onnxruntime takes a kernel that was last registered for version 12 of an
+operator for no later version.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,7 +16,10 @@ from amp_transpiler.ir.constant_data import constant_array
 from amp_transpiler.ir.decompose import Entry, Parts
 from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ops.elementwise import limited
 from amp_transpiler.ops.pool import window_by_runtime
+
+Maybe = Variable | None
 
 #: Behind every end, as Slice takes it.
 _END = 2**63 - 1
@@ -79,9 +85,92 @@ def instance_normalization(d: Parts, op: Operator, x: Variable, scale: Variable,
     return [d.Reshape(y, [0, 0, *sizes] if sizes else d.Shape(x))]
 
 
-_FORMS: dict[str, Entry] = {"MaxPool": max_pool, "InstanceNormalization": instance_normalization}
+#: What writes operators in others, which compute the same.
+LOST: Mapping[str, Entry] = {"MaxPool": max_pool, "InstanceNormalization": instance_normalization}
 
 
-def form_of(type_: str) -> Entry | None:
-    """What writes an operator of ai.onnx in others."""
-    return _FORMS.get(type_)
+# -- operators without a kernel in a 16-bit type --------------------------------------------------------------
+def clip(d: Parts, op: Operator, x: Variable, low: Maybe = None, high: Maybe = None) -> list[Variable]:
+    """Max and Min."""
+    if low is None and high is None:
+        raise d.error("it has no bounds")
+    return [limited(d, x, low, high)]
+
+
+def global_average_pool(d: Parts, op: Operator, x: Variable) -> list[Variable]:
+    """The mean over all axes but those of batch and channels."""
+    return [d.ReduceMean(x, list(range(2, d.rank(x))))]
+
+
+def leaky_relu(d: Parts, op: Operator, x: Variable) -> list[Variable]:
+    """The larger of x and alpha x, where alpha is at most 1."""
+    alpha = d.number("alpha", 0.01)
+    if alpha > 1:
+        raise d.error(f"its alpha is {alpha}")
+    return [d.Max(x, d.Mul(x, alpha))]
+
+
+def reciprocal(d: Parts, op: Operator, x: Variable) -> list[Variable]:
+    """1 / x."""
+    return [d.Div(d.const(1, x.dtype), x)]
+
+
+def depth_to_space(d: Parts, op: Operator, x: Variable) -> list[Variable]:
+    """Blocks of channels, moved behind rows and columns."""
+    block, (depth, height, width) = d.whole("blocksize", 1), _image(d, x)
+    depth //= block**2
+    if op.attrs.get("mode", "DCR") == "DCR":
+        blocks, order = d.Reshape(x, [0, block, block, depth, height, width]), [0, 3, 4, 1, 5, 2]
+    else:
+        blocks, order = d.Reshape(x, [0, depth, block, block, height, width]), [0, 1, 4, 2, 5, 3]
+    return [d.Reshape(d.Transpose(blocks, perm=order), [0, depth, height * block, width * block])]
+
+
+def nearest_resize(
+    d: Parts, op: Operator, x: Variable, roi: Maybe = None, scales: Maybe = None, sizes: Maybe = None
+) -> list[Variable]:
+    """Rows and columns repeated a whole number of times."""
+    depth, height, width = _image(d, x)
+    made = op.output(0)
+    target = static(made.shape[1:] if made is not None and made.shape else None)
+    mode, rounding = op.attrs.get("coordinate_transformation_mode", "half_pixel"), op.attrs.get("nearest_mode")
+    repeats = (mode == "asymmetric" and rounding == "floor") or (mode == "half_pixel" and rounding != "ceil")
+    if op.attrs.get("mode", "nearest") != "nearest" or not repeats or target is None:
+        raise d.error("it does not repeat rows and columns")
+    factors = [to // size for to, size in zip(target, (depth, height, width), strict=True)]
+    if factors[0] != 1 or target != (depth, height * factors[1], width * factors[2]):
+        raise d.error(f"it makes {target[1]} x {target[2]} of {height} x {width}")
+    apart = d.Reshape(x, [0, depth, height, 1, width, 1])
+    repeated = d.Expand(apart, [1, 1, 1, factors[1], 1, factors[2]])
+    return [d.Reshape(repeated, [0, *target])]
+
+
+def _image(d: Parts, x: Variable) -> tuple[int, int, int]:
+    """The sizes of images besides that of the batch."""
+    sizes = static(x.shape[1:] if x.shape else None)
+    if sizes is None or len(sizes) != 3:
+        raise d.error(f"the sizes of '{x.name}' are open")
+    return sizes[0], sizes[1], sizes[2]
+
+
+@dataclass(frozen=True)
+class Lacking:
+    """How an operator is written where its kernel lacks.
+
+    ``parts``: the types of the operators that are written; ``opset``: from which one on they have their form.
+    """
+
+    write: Entry
+    parts: tuple[str, ...]
+    opset: int = 13
+
+
+#: What is written in others where the place has no kernel in 16 bit.
+LACKING: Mapping[str, Lacking] = {
+    "Clip": Lacking(clip, ("Max", "Min"), 11),
+    "DepthToSpace": Lacking(depth_to_space, ("Reshape", "Transpose")),
+    "GlobalAveragePool": Lacking(global_average_pool, ("ReduceMean",), 18),
+    "LeakyRelu": Lacking(leaky_relu, ("Max", "Mul")),
+    "Reciprocal": Lacking(reciprocal, ("Div",)),
+    "Resize": Lacking(nearest_resize, ("Expand", "Reshape")),
+}

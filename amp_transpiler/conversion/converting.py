@@ -24,8 +24,8 @@ from amp_transpiler.conversion.report.record import Conversion, CutRecord, recor
 from amp_transpiler.conversion.rescale_factors import RescaleFactors
 from amp_transpiler.conversion.steps import ASSIGNMENT, CONSTRAINTS, Constrain, FreezeWeights, Partition
 from amp_transpiler.conversion.verdict import judge
-from amp_transpiler.conversion.write_clips import WriteClips
 from amp_transpiler.conversion.write_fused import WriteFused
+from amp_transpiler.conversion.write_lacking import WriteLacking
 from amp_transpiler.conversion.write_norms import WriteNorms
 from amp_transpiler.ir.gc_pause import collector_paused
 from amp_transpiler.ir.oldest_forms import OLDEST, bring_to_oldest
@@ -156,7 +156,7 @@ def conversion(options: ConversionOptions) -> Pipeline:
                 InvertTriangles(),
                 WriteNorms(),
                 WriteFused(),
-                WriteClips(),
+                WriteLacking(),
                 ProductsFirst(),
                 AroundFaults(),
                 RescaleFactors(),

@@ -17,7 +17,7 @@ from amp_transpiler.ir.contrib_types import WITHDRAWN, WITHDRAWN_AT
 from amp_transpiler.ir.decompose import write_instead
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.lists import TARGET_OPSET, USUAL_PLACE, has_kernel, place_traits
-from amp_transpiler.ops.without_kernels import form_of
+from amp_transpiler.ops.without_kernels import LOST
 from amp_transpiler.passes.canonicalize.fuse_norm import MEANS, fuse_layer_norms, has_layer_norms
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.numerics.quantised import loads_at
@@ -95,7 +95,7 @@ def raise_for(
 
 def _write_out(program: Graph, kinds: Iterable[str]) -> Counter[str]:
     """Write operators of these types in others; how many there were of the types of which that did with all."""
-    forms = {kind: form for kind in kinds if (form := form_of(kind)) is not None}
+    forms = {kind: LOST[kind] for kind in kinds if kind in LOST}
     written = Counter[str]()
     for op in list(program.walk()):
         if op.type in forms and not op.domain:
@@ -151,8 +151,8 @@ def _lost(program: Graph, before: Graph, after: Graph, has: _HasKernel) -> list[
 
 @dataclass(frozen=True)
 class RaiseOpset(Pass):
-    """Operators of ai.onnx are rewritten to a later opset, where more of them can then run in 16 bit; what has no kernel
-    there, in others."""
+    """Operators of ai.onnx are rewritten to a later opset, where more of them can then run in 16 bit; what has no
+    kernel there, in others."""
 
     name = "raise-opset"
     needs = (OPTIONS,)

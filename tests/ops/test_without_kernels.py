@@ -13,7 +13,7 @@ import amp_transpiler as amp
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.decompose import write_instead
 from amp_transpiler.ir.weights import become_constants
-from amp_transpiler.ops.without_kernels import form_of
+from amp_transpiler.ops.without_kernels import LACKING, LOST
 
 POOLS = {
     "a residual net's": "kernel_shape=[3,3], strides=[2,2], pads=[1,1,1,1]",
@@ -34,19 +34,18 @@ FIXED = {
 }
 
 
-def written(type_: str, attributes: str, sizes: str, more: str = "") -> tuple[onnx.ModelProto, amp.Program]:
+def written(
+    type_: str, attributes: str, sizes: str, more: str = "", reads: str = "x"
+) -> tuple[onnx.ModelProto, amp.Program]:
     """A model of one operator, and the program in which others stand for it."""
     attributes = attributes.replace("'", '"')
     head = f'<ir_version: 10, opset_import: ["" : 22]> m (float[{sizes}] x) => (float[A,B,C,D] y)'
-    reads = ", ".join(["x", *("s", "b")[: 2 * bool(more)]])
-    model = onnx.parser.parse_model(f"{head} {more} {{ y = {type_}<{attributes}>({reads}) }}")
+    model = onnx.parser.parse_model(f"{head} {more} {{ y = {type_}{attributes and f'<{attributes}>'}({reads}) }}")
     model = onnx.shape_inference.infer_shapes(model)
     program = amp.Program.from_onnx(model)
     become_constants(program)
     (op,) = program.operators
-    form = form_of(type_)
-    assert form is not None
-    write_instead(op, form)
+    write_instead(op, LOST[type_] if type_ in LOST else LACKING[type_].write)
     assert all(each.type != type_ for each in program.operators)
     return model, program
 
@@ -86,8 +85,55 @@ def test_what_open_sizes_do_not_tell_stays(attributes: str) -> None:
 def test_a_norm_of_channels_is_one_of_rows(sizes: str, affine: bool) -> None:
     scale, bias = ("2, -1, 0.5", "1, 0, -3") if affine else ("1, 1, 1", "0, 0, 0")
     model, program = written(
-        "InstanceNormalization", "epsilon=0.01", sizes, f"<float[3] s = {{{scale}}}, float[3] b = {{{bias}}}>"
+        "InstanceNormalization",
+        "epsilon=0.01",
+        sizes,
+        f"<float[3] s = {{{scale}}}, float[3] b = {{{bias}}}>",
+        "x, s, b",
     )
     assert affine == any(op.type == "Mul" for op in program.operators)
     x = np.random.default_rng(0).standard_normal((2, 3, 11, 13), np.float32) + 2
     np.testing.assert_allclose(*results(model, program, x), atol=1e-5)
+
+
+FORMS = {
+    "Clip": ("", "2,4,3,5"),
+    "GlobalAveragePool": ("", "N,4,H,W"),
+    "LeakyRelu": ("alpha=0.2", "N,4,H,W"),
+    "Reciprocal": ("", "N,4,H,W"),
+    "DepthToSpace": ("blocksize=2", "N,4,3,5"),
+    "DepthToSpace, columns first": ("blocksize=2, mode='CRD'", "2,8,3,5"),
+    "Resize": ("mode='nearest', nearest_mode='floor', coordinate_transformation_mode='asymmetric'", "N,4,3,5"),
+    "Resize, half pixels": ("mode='nearest'", "2,4,3,5"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_what_has_no_16_bit_kernel_in_other_operators(name: str) -> None:
+    type_, (attributes, sizes) = name.partition(",")[0], FORMS[name]
+    more, reads = {
+        "Clip": ("<float low = {-0.5}, float high = {0.25}>", "x, low, high"),
+        "Resize": ("<float[4] factors = {1, 1, 3, 2}>", "x, , factors"),
+    }.get(type_, ("", "x"))
+    model, program = written(type_, attributes, sizes, more, reads)
+    assert {op.type for op in program.operators} <= set(LACKING[type_].parts)
+    shape = (2, *(int(size) if size.isdigit() else 6 for size in sizes.split(",")[1:]))
+    x = np.random.default_rng(0).standard_normal(shape, np.float32)
+    np.testing.assert_allclose(*results(model, program, x), rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("type_", "attributes", "sizes", "more", "reads"),
+    [
+        ("LeakyRelu", "alpha=2.0", "2,4,3,5", "", "x"),
+        ("DepthToSpace", "blocksize=2", "N,4,H,W", "", "x"),
+        ("Resize", "mode='linear'", "2,4,3,5", "<float[4] f = {1, 1, 2, 2}>", "x, , f"),
+        ("Resize", "nearest_mode='ceil'", "2,4,3,5", "<float[4] f = {1, 1, 2, 2}>", "x, , f"),
+        ("Resize", "coordinate_transformation_mode='asymmetric'", "2,4,3,5", "<float[4] f = {1, 1, 2, 2}>", "x, , f"),
+        ("Resize", "", "2,4,4,6", "<float[4] f = {1.0, 1.0, 1.5, 2.0}>", "x, , f"),
+        ("Clip", "", "2,4,3,5", "", "x"),
+    ],
+)
+def test_forms_that_have_none(type_: str, attributes: str, sizes: str, more: str, reads: str) -> None:
+    with pytest.raises(GraphError, match=type_):
+        written(type_, attributes, sizes, more, reads)

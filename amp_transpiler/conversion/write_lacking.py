@@ -1,0 +1,53 @@
+"""Operators of which a place has no kernel in the 16-bit type are written in others, as on CUDA in bfloat16."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions
+from amp_transpiler.conversion.protected import converted, protected
+from amp_transpiler.errors import GraphError
+from amp_transpiler.ir.decompose import write_instead
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.lists import unsupported_reason
+from amp_transpiler.ops.without_kernels import LACKING
+from amp_transpiler.passes.pipeline import Context, Pass, Property
+from amp_transpiler.passes.view.of_type import of_type
+from amp_transpiler.passes.view.typing import programs
+
+
+@dataclass(frozen=True)
+class WriteLacking(Pass):
+    """An operator of which the place has no kernel in 16 bit is written in others of which it has, where these give the
+    same to a rounding."""
+
+    name = "write-lacking"
+    needs = (Property.TYPED, Property.CONSTANTS, OPTIONS)
+
+    def applies(self, graph: Graph, context: Context) -> bool:
+        return bool(_lacking(graph.opset(), context[OPTIONS])) and not converted(graph)
+
+    def run(self, graph: Graph, context: Context) -> None:
+        names, keep = protected(graph, context[OPTIONS])
+        lacking = _lacking(graph.opset(), context[OPTIONS])
+        for each in programs(graph):
+            for op in [op for kind in lacking for op in of_type(each, kind)]:
+                data, made = op.input(0), op.output(0)
+                if data is None or data.dtype != "float32" or op in keep or (made is not None and made.name in names):
+                    continue
+                try:
+                    write_instead(op, LACKING[op.type].write)
+                except GraphError:  # a form that it does not have: it stays fp32
+                    continue
+
+
+def _lacking(opset: int, options: ConversionOptions) -> list[str]:
+    """Types of operators of which the place lacks a kernel, but not of what they are written in."""
+
+    def lacks(kind: str) -> bool:
+        return unsupported_reason(kind, options.dtype, opset, options.kind) is not None
+
+    free = {kind: form for kind, form in LACKING.items() if not options.binds_full(kind)}
+    return [
+        kind for kind, form in free.items() if opset >= form.opset and lacks(kind) and not any(map(lacks, form.parts))
+    ]
