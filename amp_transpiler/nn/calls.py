@@ -53,14 +53,19 @@ def function(*tables: str) -> Callable[[Called], Called]:
     return carry
 
 
-def member(
-    shared: Callable[Concatenate[Kind, Own], Variable], kind: Kind, name: str, *tables: str
-) -> Callable[Own, Variable]:
+def family(shared: Callable[Concatenate[Kind, Own], Variable], kind: Kind, name: str) -> Callable[Own, Variable]:
     """The function ``name`` of a family: ``shared``, whose first argument is ``kind``, which its docstring shows."""
     called = partial(shared, kind)
     told = inspect.cleandoc(shared.__doc__ or "").format(kind)
     vars(called).update(__name__=name, __qualname__=name, __module__=shared.__module__, __doc__=told)
-    return cast(Callable[Own, Variable], function(*tables)(called))
+    return called
+
+
+def member(
+    shared: Callable[Concatenate[Kind, Own], Variable], kind: Kind, name: str, *tables: str
+) -> Callable[Own, Variable]:
+    """:func:`family` for a public function of variables; see :func:`function`."""
+    return function(*tables)(family(shared, kind, name))
 
 
 class _Simple(NamedTuple):
