@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -11,7 +12,8 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
 from amp_transpiler.ops.training.schedule import has_rule, rate_at
-from amp_transpiler.option_checks import is_finite, is_whole, shown
+from amp_transpiler.optimizer.groups import number
+from amp_transpiler.option_checks import is_whole, shown, switch
 from amp_transpiler.runtime.scope import Scope, check_scope
 from amp_transpiler.warn import warn_user
 
@@ -46,7 +48,10 @@ class LRScheduler:
                 f"{owner} is no schedule of amp.optimizer.lr, and a program cannot hold a Python function; give the "
                 "optimizer a number and call optimizer.set_lr(rate) before each run, or list rates in PiecewiseDecay"
             )
-        self._description = {"type": owner, **description}
+        self._description = {
+            "type": owner,
+            **{name: _checked(self, name, value) for name, value in description.items()},
+        }
         self._by_user = _paddles_way
         #: Variables that hold the step, in the programs that follow this schedule.
         self._states: list[str] = []
@@ -176,31 +181,19 @@ class LRScheduler:
 
 
 # -- arguments -----------------------------------------------------------------------------------------------
-def real(owner: Any, name: str, value: Any, wanted: str) -> float:
-    if not is_finite(value):
-        raise ArgumentError(f"{type(owner).__name__}: {name} is {value!r}; expected {wanted}")
-    return float(value)
-
-
 def rate(owner: Any, name: str, value: Any) -> float:
     if isinstance(value, LRScheduler):
         raise ArgumentTypeError(
             f"{type(owner).__name__}: {name} is a schedule; of the schedules, LinearWarmup alone wraps another one"
         )
-    rate = real(owner, name, value, "a number >= 0")
-    if rate < 0:
-        raise ArgumentError(f"{type(owner).__name__}: {name} is {value!r}; expected a number >= 0")
-    return rate
+    return number(type(owner).__name__, name, value, 0, math.inf)
 
 
 def positive(owner: Any, name: str, value: Any) -> float:
-    number = real(owner, name, value, "a number above 0")
-    if number <= 0:
-        raise ArgumentError(f"{type(owner).__name__}: {name} is {value!r}; expected a number above 0")
-    return number
+    return number(type(owner).__name__, name, value, 0, math.inf, open_low=True)
 
 
-def count(owner: Any, name: str, value: Any, low: int) -> int:
+def count(owner: Any, name: str, value: Any, low: int = 1) -> int:
     if not is_whole(value) or not low <= int(value) < 2**31:
         raise ArgumentError(
             f"{type(owner).__name__}: {name} is {shown(value)}; expected a whole number of steps, {low} to {2**31 - 1}"
@@ -209,12 +202,25 @@ def count(owner: Any, name: str, value: Any, low: int) -> int:
 
 
 def flag(owner: Any, name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ArgumentTypeError(f"{type(owner).__name__}: {name} is {value!r}; expected True or False")
-    return value
+    return switch(f"{type(owner).__name__}: {name}", value)
 
 
 def listed(owner: Any, name: str, value: Any) -> list[Any]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ArgumentTypeError(f"{type(owner).__name__}: {name} is {value!r}; expected a list")
     return list(value)
+
+
+#: What each argument of a schedule has to be, whichever schedule takes it; lists and words are checked by their own.
+_CHECKS: dict[str, Callable[[Any, str, Any], Any]] = {
+    **dict.fromkeys(("start_lr", "end_lr", "start_factor", "end_factor", "eta_min", "end_learning_rate"), rate),
+    **dict.fromkeys(("learning_rate", "max_learning_rate"), rate),
+    **dict.fromkeys(("gamma", "power", "d_model", "divide_factor", "phase_pct"), positive),
+    **dict.fromkeys(("warmup_steps", "step_size", "total_steps", "T_max", "decay_steps"), count),
+    **dict.fromkeys(("cycle", "three_phase"), flag),
+}
+
+
+def _checked(owner: Any, name: str, value: Any) -> Any:
+    """An argument by its name; a schedule that another one wraps is there as its description."""
+    return value if name not in _CHECKS or isinstance(value, dict) else _CHECKS[name](owner, name, value)
