@@ -24,7 +24,7 @@ class Constant(LRScheduler):
     """``learning_rate`` at every step."""
 
     def __init__(self, learning_rate: float) -> None:
-        super().__init__(learning_rate=learning_rate)
+        super().__init__(learning_rate=rate(self, "learning_rate", learning_rate))
 
 
 @paddle_arguments("optimizer.lr")
@@ -57,7 +57,10 @@ class LinearWarmup(LRScheduler):
     def __init__(self, learning_rate: float | LRScheduler, warmup_steps: int, start_lr: float, end_lr: float) -> None:
         after = learning_rate if isinstance(learning_rate, LRScheduler) else Constant(learning_rate)
         super().__init__(
-            learning_rate=json.loads(after.description), warmup_steps=warmup_steps, start_lr=start_lr, end_lr=end_lr
+            learning_rate=json.loads(after.description),
+            warmup_steps=count(self, "warmup_steps", warmup_steps, 1),
+            start_lr=rate(self, "start_lr", start_lr),
+            end_lr=rate(self, "end_lr", end_lr),
         )
         if after.stepped_by_user:
             self.by_user()
@@ -68,7 +71,7 @@ class ExponentialDecay(LRScheduler):
     """``learning_rate * gamma ** step``."""
 
     def __init__(self, learning_rate: float, gamma: float) -> None:
-        super().__init__(learning_rate=learning_rate, gamma=gamma)
+        super().__init__(learning_rate=rate(self, "learning_rate", learning_rate), gamma=positive(self, "gamma", gamma))
 
 
 @paddle_arguments("optimizer.lr")
@@ -76,7 +79,7 @@ class NaturalExpDecay(LRScheduler):
     """``learning_rate * exp(-gamma * step)``."""
 
     def __init__(self, learning_rate: float, gamma: float) -> None:
-        super().__init__(learning_rate=learning_rate, gamma=gamma)
+        super().__init__(learning_rate=rate(self, "learning_rate", learning_rate), gamma=positive(self, "gamma", gamma))
 
 
 @paddle_arguments("optimizer.lr")
@@ -84,7 +87,7 @@ class InverseTimeDecay(LRScheduler):
     """``learning_rate / (1 + gamma * step)``."""
 
     def __init__(self, learning_rate: float, gamma: float) -> None:
-        super().__init__(learning_rate=learning_rate, gamma=gamma)
+        super().__init__(learning_rate=rate(self, "learning_rate", learning_rate), gamma=positive(self, "gamma", gamma))
 
 
 @paddle_arguments("optimizer.lr")
@@ -92,7 +95,11 @@ class StepDecay(LRScheduler):
     """``learning_rate * gamma ** floor(step / step_size)``."""
 
     def __init__(self, learning_rate: float, step_size: int, gamma: float = 0.1) -> None:
-        super().__init__(learning_rate=learning_rate, step_size=step_size, gamma=gamma)
+        super().__init__(
+            learning_rate=rate(self, "learning_rate", learning_rate),
+            step_size=count(self, "step_size", step_size, 1),
+            gamma=positive(self, "gamma", gamma),
+        )
 
 
 @paddle_arguments("optimizer.lr")
@@ -103,7 +110,11 @@ class MultiStepDecay(LRScheduler):
         steps = [count(self, "milestones", m, 1) for m in listed(self, "milestones", milestones)]
         if not steps or any(b <= a for a, b in pairwise(steps)):
             raise ArgumentError(f"MultiStepDecay: milestones are {steps}; expected ascending steps")
-        super().__init__(learning_rate=learning_rate, milestones=steps, gamma=gamma)
+        super().__init__(
+            learning_rate=rate(self, "learning_rate", learning_rate),
+            milestones=steps,
+            gamma=positive(self, "gamma", gamma),
+        )
 
 
 @paddle_arguments("optimizer.lr")
@@ -114,7 +125,10 @@ class LinearLR(LRScheduler):
         self, learning_rate: float, total_steps: int, start_factor: float = 1 / 3, end_factor: float = 1.0
     ) -> None:
         super().__init__(
-            learning_rate=learning_rate, total_steps=total_steps, start_factor=start_factor, end_factor=end_factor
+            learning_rate=rate(self, "learning_rate", learning_rate),
+            total_steps=count(self, "total_steps", total_steps, 1),
+            start_factor=rate(self, "start_factor", start_factor),
+            end_factor=rate(self, "end_factor", end_factor),
         )
 
 
@@ -126,7 +140,11 @@ class CosineAnnealingDecay(LRScheduler):
     """
 
     def __init__(self, learning_rate: float, T_max: int, eta_min: float = 0.0) -> None:
-        super().__init__(learning_rate=learning_rate, T_max=T_max, eta_min=eta_min)
+        super().__init__(
+            learning_rate=rate(self, "learning_rate", learning_rate),
+            T_max=count(self, "T_max", T_max, 1),
+            eta_min=rate(self, "eta_min", eta_min),
+        )
 
 
 @paddle_arguments("optimizer.lr")
@@ -139,7 +157,13 @@ class PolynomialDecay(LRScheduler):
     def __init__(
         self, learning_rate: float, decay_steps: int, end_lr: float = 0.0001, power: float = 1.0, cycle: bool = False
     ) -> None:
-        super().__init__(learning_rate=learning_rate, decay_steps=decay_steps, end_lr=end_lr, power=power, cycle=cycle)
+        super().__init__(
+            learning_rate=rate(self, "learning_rate", learning_rate),
+            decay_steps=count(self, "decay_steps", decay_steps, 1),
+            end_lr=rate(self, "end_lr", end_lr),
+            power=positive(self, "power", power),
+            cycle=flag(self, "cycle", cycle),
+        )
 
 
 @paddle_arguments("optimizer.lr")
@@ -150,7 +174,11 @@ class NoamDecay(LRScheduler):
     """
 
     def __init__(self, d_model: float, warmup_steps: int, learning_rate: float = 1.0) -> None:
-        super().__init__(d_model=d_model, warmup_steps=warmup_steps, learning_rate=learning_rate)
+        super().__init__(
+            d_model=positive(self, "d_model", d_model),
+            warmup_steps=count(self, "warmup_steps", warmup_steps, 1),
+            learning_rate=rate(self, "learning_rate", learning_rate),
+        )
 
 
 @paddle_arguments("optimizer.lr")
@@ -183,10 +211,10 @@ class OneCycleLR(LRScheduler):
                 f"than one step, and the phases no longer than the cycle"
             )
         super().__init__(
-            max_learning_rate=max_learning_rate,
+            max_learning_rate=rate(self, "max_learning_rate", max_learning_rate),
             total_steps=total,
-            divide_factor=divide_factor,
-            end_learning_rate=end_learning_rate,
+            divide_factor=positive(self, "divide_factor", divide_factor),
+            end_learning_rate=rate(self, "end_learning_rate", end_learning_rate),
             phase_pct=share,
             anneal_strategy=anneal_strategy,
             three_phase=three_phase,

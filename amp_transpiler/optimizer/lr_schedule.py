@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -12,8 +11,7 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
 from amp_transpiler.ops.training.schedule import has_rule, rate_at
-from amp_transpiler.optimizer.groups import number
-from amp_transpiler.option_checks import is_whole, shown, switch
+from amp_transpiler.option_checks import is_finite, is_whole, shown
 from amp_transpiler.runtime.scope import Scope, check_scope
 from amp_transpiler.warn import warn_user
 
@@ -48,10 +46,7 @@ class LRScheduler:
                 f"{owner} is no schedule of amp.optimizer.lr, and a program cannot hold a Python function; give the "
                 "optimizer a number and call optimizer.set_lr(rate) before each run, or list rates in PiecewiseDecay"
             )
-        self._description = {
-            "type": owner,
-            **{name: _checked(self, name, value) for name, value in description.items()},
-        }
+        self._description = {"type": owner, **description}
         self._by_user = _paddles_way
         #: Variables that hold the step, in the programs that follow this schedule.
         self._states: list[str] = []
@@ -181,19 +176,31 @@ class LRScheduler:
 
 
 # -- arguments -----------------------------------------------------------------------------------------------
+def real(owner: Any, name: str, value: Any, wanted: str) -> float:
+    if not is_finite(value):
+        raise ArgumentError(f"{type(owner).__name__}: {name} is {value!r}; expected {wanted}")
+    return float(value)
+
+
 def rate(owner: Any, name: str, value: Any) -> float:
     if isinstance(value, LRScheduler):
         raise ArgumentTypeError(
             f"{type(owner).__name__}: {name} is a schedule; of the schedules, LinearWarmup alone wraps another one"
         )
-    return number(type(owner).__name__, name, value, 0, math.inf)
+    rate = real(owner, name, value, "a number >= 0")
+    if rate < 0:
+        raise ArgumentError(f"{type(owner).__name__}: {name} is {value!r}; expected a number >= 0")
+    return rate
 
 
 def positive(owner: Any, name: str, value: Any) -> float:
-    return number(type(owner).__name__, name, value, 0, math.inf, open_low=True)
+    number = real(owner, name, value, "a number above 0")
+    if number <= 0:
+        raise ArgumentError(f"{type(owner).__name__}: {name} is {value!r}; expected a number above 0")
+    return number
 
 
-def count(owner: Any, name: str, value: Any, low: int = 1) -> int:
+def count(owner: Any, name: str, value: Any, low: int) -> int:
     if not is_whole(value) or not low <= int(value) < 2**31:
         raise ArgumentError(
             f"{type(owner).__name__}: {name} is {shown(value)}; expected a whole number of steps, {low} to {2**31 - 1}"
@@ -202,25 +209,12 @@ def count(owner: Any, name: str, value: Any, low: int = 1) -> int:
 
 
 def flag(owner: Any, name: str, value: Any) -> bool:
-    return switch(f"{type(owner).__name__}: {name}", value)
+    if not isinstance(value, bool):
+        raise ArgumentTypeError(f"{type(owner).__name__}: {name} is {value!r}; expected True or False")
+    return value
 
 
 def listed(owner: Any, name: str, value: Any) -> list[Any]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ArgumentTypeError(f"{type(owner).__name__}: {name} is {value!r}; expected a list")
     return list(value)
-
-
-#: What each argument of a schedule has to be, whichever schedule takes it; lists and words are checked by their own.
-_CHECKS: dict[str, Callable[[Any, str, Any], Any]] = {
-    **dict.fromkeys(("start_lr", "end_lr", "start_factor", "end_factor", "eta_min", "end_learning_rate"), rate),
-    **dict.fromkeys(("learning_rate", "max_learning_rate"), rate),
-    **dict.fromkeys(("gamma", "power", "d_model", "divide_factor", "phase_pct"), positive),
-    **dict.fromkeys(("warmup_steps", "step_size", "total_steps", "T_max", "decay_steps"), count),
-    **dict.fromkeys(("cycle", "three_phase"), flag),
-}
-
-
-def _checked(owner: Any, name: str, value: Any) -> Any:
-    """An argument by its name; a schedule that another one wraps is there as its description."""
-    return value if name not in _CHECKS or isinstance(value, dict) else _CHECKS[name](owner, name, value)
