@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import onnx
 
@@ -34,7 +32,6 @@ _PADS_INPUT = 11
 _EARLIER = 20
 
 
-@dataclass(frozen=True)
 class AroundFaults(Pass):
     """What the place's kernels compute wrongly, or fail at, in fp32 too is written in another way: some convolutions
     with channels of zeros, the others as what stands for them in a lowered program."""

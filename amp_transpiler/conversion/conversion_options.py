@@ -177,7 +177,6 @@ class _Lists(AutoMixedPrecisionLists):
 OPTIONS: Value[ConversionOptions] = Value("options", ConversionOptions)
 
 
-@dataclass(frozen=True)
 class Options(Pass):
     """What a conversion is asked for is checked: its mode, type, lists and patterns."""
 

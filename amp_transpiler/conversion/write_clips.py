@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions
 from amp_transpiler.conversion.protected import converted, protected
 from amp_transpiler.ir.decompose import write_instead
@@ -18,7 +16,6 @@ from amp_transpiler.passes.view.typing import programs
 _READS = 11
 
 
-@dataclass(frozen=True)
 class WriteClips(Pass):
     """A Clip becomes Max and Min where the place has no kernel of it in 16 bit, and of these two."""
 

@@ -29,6 +29,14 @@ class OfOneVariable(Protocol):
     def __call__(self, x: Variable, *, name: str | None = None) -> Variable: ...
 
 
+class OfTwoOperands(Protocol):
+    """The type of a function of two operands, one of them a variable."""
+
+    __name__: str
+
+    def __call__(self, x: Any, y: Any, *, name: str | None = None) -> Variable: ...
+
+
 def function(*tables: str) -> Callable[[Called], Called]:
     """A public function of variables.
 
