@@ -148,6 +148,7 @@ def _run(layer: Layer, cell_of: Callable[[Direction], tuple[Cell, list[Value]]])
     return _at_layout(layer, [concat(e, columns[0], 1), *stacked])
 
 
+@lowering_rule("RNN", "GRU", "LSTM", native=True, when=_ruled, kernels="recurrent")
 def recurrent(
     e: Emitter,
     op: Operator,
@@ -175,10 +176,6 @@ def recurrent(
         return rule(d, kinds[d.index]), [d.state(h0)]
 
     return _run(layer, cell_of)
-
-
-for _type in ("RNN", "GRU", "LSTM"):
-    lowering_rule(_type, native=True, when=_ruled, kernels="recurrent")(recurrent)
 
 
 def _rnn(d: Direction, kinds: Sequence[Activation]) -> Cell:
