@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -51,6 +51,13 @@ def shape_of(e: Emitter, index: int) -> tuple[int, ...]:
     shape = e.output_shapes[index]
     assert shape is not None
     return shape
+
+
+def once(e: Emitter, key: str, make: Callable[[], Value]) -> Value:
+    """What ``make`` writes, written once in a model."""
+    if key not in e.shared:
+        e.shared[key] = (make(),)
+    return e.shared[key][0]
 
 
 def size_of(value: Value) -> tuple[int, ...]:
