@@ -13,6 +13,7 @@ import onnx
 from amp_transpiler.errors import GradientError
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.opdef import gradient
 from amp_transpiler.ir.types import HALF
 
 _Item = TypeVar("_Item")
@@ -58,6 +59,16 @@ def once(e: Emitter, key: str, make: Callable[[], Value]) -> Value:
     if key not in e.shared:
         e.shared[key] = (make(),)
     return e.shared[key][0]
+
+
+def pointwise(reads: str, **rules: Callable[[Emitter, Value, Value], Value]) -> None:
+    """Register gradients of operators of one operand, by their types: each of the one tensor that it reads, and dy."""
+
+    def register(type_: str, rule: Callable[[Emitter, Value, Value], Value]) -> None:
+        gradient(type_, reads, native=True)(lambda e, op, read, dy: [rule(e, read, dy)])
+
+    for type_, rule in rules.items():
+        register(type_, rule)
 
 
 def size_of(value: Value) -> tuple[int, ...]:
