@@ -55,9 +55,9 @@ from amp_transpiler.program import (
     default_main_program,
     default_startup_program,
     program_guard,
+    set_exporter as _set_exporter,
     split_embedding_parameters,
 )
-from amp_transpiler.program import set_exporter as _set_exporter
 from amp_transpiler.runtime import CPUPlace, CUDAPlace, Executor, Scope, WebGPUPlace, global_scope, scope_guard
 from amp_transpiler.runtime.cast_parameters import cast_parameters_to_fp16
 from amp_transpiler.runtime.inference_model import load_inference_model, save_inference_model

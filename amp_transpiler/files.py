@@ -24,7 +24,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from amp_transpiler.errors import AmpError, ArgumentError, ModelFileWriteError
@@ -322,9 +321,7 @@ class Group:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._moving:  # taking back failed: the journal, and what was moved aside, are needed
             return
         for workspace in self._workspaces.values():

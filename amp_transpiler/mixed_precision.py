@@ -5,7 +5,6 @@ optimizer = amp.mixed_precision.LossScaleOptimizer(amp.optimizer.Adam(), initial
 """
 
 from amp_transpiler.optimizer.loss_scale_optimizer import LossScaleOptimizer
-from amp_transpiler.optimizer.policy import Policy, set_global_policy
-from amp_transpiler.optimizer.policy import get_global_policy as global_policy
+from amp_transpiler.optimizer.policy import Policy, get_global_policy as global_policy, set_global_policy
 
 __all__ = ["LossScaleOptimizer", "Policy", "global_policy", "set_global_policy"]

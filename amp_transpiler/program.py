@@ -329,13 +329,3 @@ def program_guard(main: Program, startup: Program | None = None) -> Iterator[Non
         main.startup = startup
     with context.inside(_programs, (main, startup)):
         yield
-
-
-__all__ = [
-    "Program",
-    "default_main_program",
-    "default_startup_program",
-    "program_guard",
-    "program_of",
-    "split_embedding_parameters",
-]

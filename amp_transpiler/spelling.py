@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 #: Element types by their short names, and by those of C and torch.
@@ -22,3 +23,10 @@ MODES = {"pure-fp16": "pure", "pure_fp16": "pure", "amp": "mixed", "float32": "f
 def read_as(spellings: Mapping[str, str], word: Any) -> Any:
     """The one word that ``word`` is a spelling of, in any letter case; what is no string as it is."""
     return spellings.get(word.lower(), word.lower()) if isinstance(word, str) else word
+
+
+def near_names(name: object, known: Iterable[str], before: str = "") -> str:
+    """``did you mean 'x'?`` for a misspelt name, behind what comes ``before``; "" where no known one comes near."""
+    by_case = {other.casefold(): other for other in known}
+    near = [by_case[match] for match in difflib.get_close_matches(str(name).casefold(), by_case, 3)]
+    return f"{before}did you mean {', '.join(map(repr, near))}?" if near else ""

@@ -10,8 +10,7 @@ import numpy as np
 import squad
 
 import amp_transpiler as amp
-from amp_transpiler.nn import functional as F
-from amp_transpiler.nn import initializer
+from amp_transpiler.nn import functional as F, initializer
 
 #: Logit of a place that cannot be part of an answer: far below any other, and within fp16.
 _NEVER = -1e4

@@ -15,8 +15,7 @@ from typing import Any
 
 from made_tables import main
 
-from amp_transpiler.lists import TARGET_OPSET, kernel_types
-from amp_transpiler.lists import faults as listed
+from amp_transpiler.lists import TARGET_OPSET, faults as listed, kernel_types
 
 DOCS = Path(__file__).resolve().parent
 PAGE = DOCS / "places.md"

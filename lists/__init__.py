@@ -7,54 +7,34 @@ operators, in ``ops/``. An operator of ai.onnx is named by its type (``MatMul``)
 (``com.microsoft::FusedMatMul``).
 """
 
-from amp_transpiler.lists._data import OpLists, default_lists, keep_fp32, kept_fp32, resolve
-from amp_transpiler.lists._faults import Fault, faults
-from amp_transpiler.lists._kernels import (
-    NEWEST_OPSET,
-    TARGET_IR_VERSION,
-    TARGET_OPSET,
-    USUAL_PLACE,
-    has_kernel,
-    kernel_types,
-    lowering_gap,
-    no_kernel,
-    parts_of,
-    unsupported_operators,
-    unsupported_reason,
-    written_out,
+from amp_transpiler.lists._data import (
+    OpLists as OpLists,
+    default_lists as default_lists,
+    keep_fp32 as keep_fp32,
+    kept_fp32 as kept_fp32,
+    resolve as resolve,
 )
-from amp_transpiler.lists._places import PlaceTraits, half_places, place_kinds, place_traits
-from amp_transpiler.lists._roundings import Roundings, roundings
-from amp_transpiler.lists._schemas import first_opset, plain_domain
-from amp_transpiler.lists.amp_lists import AutoMixedPrecisionLists
-
-__all__ = [
-    "NEWEST_OPSET",
-    "USUAL_PLACE",
-    "TARGET_IR_VERSION",
-    "TARGET_OPSET",
-    "AutoMixedPrecisionLists",
-    "Fault",
-    "OpLists",
-    "PlaceTraits",
-    "Roundings",
-    "default_lists",
-    "faults",
-    "first_opset",
-    "half_places",
-    "has_kernel",
-    "keep_fp32",
-    "kept_fp32",
-    "kernel_types",
-    "lowering_gap",
-    "no_kernel",
-    "parts_of",
-    "place_kinds",
-    "place_traits",
-    "plain_domain",
-    "resolve",
-    "roundings",
-    "unsupported_operators",
-    "unsupported_reason",
-    "written_out",
-]
+from amp_transpiler.lists._faults import Fault as Fault, faults as faults
+from amp_transpiler.lists._kernels import (
+    NEWEST_OPSET as NEWEST_OPSET,
+    TARGET_IR_VERSION as TARGET_IR_VERSION,
+    TARGET_OPSET as TARGET_OPSET,
+    USUAL_PLACE as USUAL_PLACE,
+    has_kernel as has_kernel,
+    kernel_types as kernel_types,
+    lowering_gap as lowering_gap,
+    no_kernel as no_kernel,
+    parts_of as parts_of,
+    unsupported_operators as unsupported_operators,
+    unsupported_reason as unsupported_reason,
+    written_out as written_out,
+)
+from amp_transpiler.lists._places import (
+    PlaceTraits as PlaceTraits,
+    half_places as half_places,
+    place_kinds as place_kinds,
+    place_traits as place_traits,
+)
+from amp_transpiler.lists._roundings import Roundings as Roundings, roundings as roundings
+from amp_transpiler.lists._schemas import first_opset as first_opset, plain_domain as plain_domain
+from amp_transpiler.lists.amp_lists import AutoMixedPrecisionLists as AutoMixedPrecisionLists

@@ -13,7 +13,7 @@ from amp_transpiler.ir.metadata import FUSED
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import gradient, lowering_rule, no_gradient, own, range_rule, traits
 from amp_transpiler.ir.types import HALF
-from amp_transpiler.ops.common import Grads, comparable, multiple, scaled_by, size_of, summed, times
+from amp_transpiler.ops.common import Grads, comparable, multiple, pointwise, scaled_by, size_of, summed, times
 from amp_transpiler.ops.gpu_kernels import (
     added_multiple,
     mixed_rows,
@@ -82,32 +82,25 @@ def selu(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
     return [e.Where(_positive(e, x), e.Mul(dy, e.like(gamma, dy)), below)]
 
 
-@gradient("Sigmoid", reads="y0 dy0", native=True)
-def sigmoid(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
-    return [e.Mul(e.Mul(dy, y), e.Sub(e.like(1, y), y))]
-
-
-@gradient("Tanh", reads="y0 dy0", native=True)
-def tanh(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
-    """dy (1 - y²): near 1 the rounding of the square costs less than that of y has cost already."""
-    return [e.Mul(dy, e.Sub(e.like(1, y), e.Mul(y, y)))]
-
-
-@gradient("Softplus", reads="x0 dy0", native=True)
-def softplus(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    return [e.Mul(dy, e.Sigmoid(x))]
-
-
-@gradient("Mish", reads="x0 dy0", native=True)
-def mish(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    """In 16-bit steps the slope would lose three times what one rounding does, and take 13 passes."""
-    return [e.Mul(dy, rounded_once(e, _mish_slope, x, 20.0))]
-
-
 def _mish_slope(e: Emitter, x: Value) -> Value:
     """t + x σ(x) (1 - t²) with t = tanh(softplus(x))."""
     t = e.Tanh(e.Softplus(x))
     return e.Add(t, e.Mul(e.Mul(x, e.Sigmoid(x)), e.Sub(e.like(1, x), e.Mul(t, t))))
+
+
+pointwise(
+    "y0 dy0",
+    Sigmoid=lambda e, y, dy: e.Mul(e.Mul(dy, y), e.Sub(e.like(1, y), y)),
+    # dy (1 - y²): near 1 the rounding of the square costs less than that of y has cost already.
+    Tanh=lambda e, y, dy: e.Mul(dy, e.Sub(e.like(1, y), e.Mul(y, y))),
+)
+pointwise(
+    "x0 dy0",
+    Softplus=lambda e, x, dy: e.Mul(dy, e.Sigmoid(x)),
+    # In 16-bit steps the slope would lose three times what one rounding does, and take 13 passes.
+    Mish=lambda e, x, dy: e.Mul(dy, rounded_once(e, _mish_slope, x, 20.0)),
+    HardSwish=lambda e, x, dy: e.Mul(dy, rounded_once(e, _hard_swish_slope, x, 4.0)),
+)
 
 
 @gradient("HardSigmoid", reads="y0 dy0", native=True)
@@ -116,13 +109,8 @@ def hard_sigmoid(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
     return [e.Where(inside, e.Mul(dy, e.like(op.attrs.get("alpha", 0.2), dy)), e.like(0, dy))]
 
 
-@gradient("HardSwish", reads="x0 dy0", native=True)
-def hard_swish(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    """x * max(0, min(1, x / 6 + 1 / 2)): slope 0 up to -3, 1 from 3 on, x / 3 + 1 / 2 between."""
-    return [e.Mul(dy, rounded_once(e, _hard_swish_slope, x, 4.0))]
-
-
 def _hard_swish_slope(e: Emitter, x: Value) -> Value:
+    """Of x * max(0, min(1, x / 6 + 1 / 2)): 0 up to -3, 1 from 3 on, x / 3 + 1 / 2 between."""
     ramp = e.Add(e.Mul(x, e.like(1 / 3, x)), e.like(0.5, x))
     return e.Where(_less(e, x, 3.0), e.Where(_greater(e, x, -3.0), ramp, e.like(0, x)), e.like(1, x))
 

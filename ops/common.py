@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,6 +13,7 @@ import onnx
 from amp_transpiler.errors import GradientError
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.opdef import gradient
 from amp_transpiler.ir.types import HALF
 
 _Item = TypeVar("_Item")
@@ -51,6 +52,23 @@ def shape_of(e: Emitter, index: int) -> tuple[int, ...]:
     shape = e.output_shapes[index]
     assert shape is not None
     return shape
+
+
+def once(e: Emitter, key: str, make: Callable[[], Value]) -> Value:
+    """What ``make`` writes, written once in a model."""
+    if key not in e.shared:
+        e.shared[key] = (make(),)
+    return e.shared[key][0]
+
+
+def pointwise(reads: str, **rules: Callable[[Emitter, Value, Value], Value]) -> None:
+    """Register gradients of operators of one operand, by their types: each of the one tensor that it reads, and dy."""
+
+    def register(type_: str, rule: Callable[[Emitter, Value, Value], Value]) -> None:
+        gradient(type_, reads, native=True)(lambda e, op, read, dy: [rule(e, read, dy)])
+
+    for type_, rule in rules.items():
+        register(type_, rule)
 
 
 def size_of(value: Value) -> tuple[int, ...]:

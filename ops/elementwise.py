@@ -31,7 +31,7 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import gradient, lowering_rule, no_gradient, own, range_rule, traits
 from amp_transpiler.ir.operator_call import Held, Writer
 from amp_transpiler.ir.types import FLOATS, HALF
-from amp_transpiler.ops.common import Grads, comparable, size_of, summed, times
+from amp_transpiler.ops.common import Grads, comparable, pointwise, size_of, summed, times
 from amp_transpiler.ops.reduce import last_less_each
 from amp_transpiler.ops.row_sums import with_rows
 
@@ -106,9 +106,7 @@ def neg(e: Emitter, op: Operator, dy: Value) -> Grads:
     return [e.Neg(dy)]
 
 
-@gradient("Abs", reads="x0 dy0", native=True)
-def abs_(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    return [e.Mul(dy, e.Sign(x))]
+pointwise("x0 dy0", Abs=lambda e, x, dy: e.Mul(dy, e.Sign(x)))
 
 
 @gradient("Mod", reads="x0 x1 y0 dy0", native=True)

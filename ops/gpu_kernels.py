@@ -17,7 +17,7 @@ from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.evaluation import evaluated
 from amp_transpiler.ir.types import HALF, LIMITS, ONNX_TYPES
-from amp_transpiler.ops.common import exchanged, multiple, number_of, size_of
+from amp_transpiler.ops.common import exchanged, multiple, number_of, once, size_of
 
 #: A function of one number, elementwise, as a rule writes it.
 Function = Callable[[Emitter, Value], Value]
@@ -284,9 +284,7 @@ def weighed_sums(e: Emitter, dp: Value, p: Value) -> tuple[Value, Value] | None:
 def for_rows(e: Emitter, number: Value, rows: int) -> Value:
     """A scalar as a column of so many rows."""
     key = f"{number.name} for {rows} rows"
-    if key not in e.shared:
-        e.shared[key] = (e.Expand(number, e.ints(rows, 1, 1), shape=(rows, 1, 1)),)
-    return e.shared[key][0]
+    return once(e, key, lambda: e.Expand(number, e.ints(rows, 1, 1), shape=(rows, 1, 1)))
 
 
 def column_product(e: Emitter, narrow: Value, wide: Value) -> Value:

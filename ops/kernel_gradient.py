@@ -12,7 +12,7 @@ import numpy as np
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.channel_rows import by_channel, exchanged, is_by_channel, lies_in_rows
-from amp_transpiler.ops.common import LONG, padded, padded_axis, size_of, summed_to
+from amp_transpiler.ops.common import LONG, once, padded, padded_axis, size_of, summed_to
 from amp_transpiler.ops.gpu_kernels import of_some, product, product_of_rows
 from amp_transpiler.ops.window import Window
 
@@ -236,9 +236,7 @@ def _leading(window: Window) -> Window:
 
 def _shared_places(e: Emitter, key: str, first: _Ints, *others: _Ints) -> Value:
     """The sums of all combinations, made once for all windows of a kind."""
-    if key not in e.shared:
-        e.shared[key] = (_outer_sum(e, first, *others),)
-    return e.shared[key][0]
+    return once(e, key, lambda: _outer_sum(e, first, *others))
 
 
 def _places(window: Window, batch: int, sizes: Sequence[int], axes: int) -> tuple[_Ints, list[_Ints]]:

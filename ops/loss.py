@@ -16,7 +16,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, lowering_rule, traits
 from amp_transpiler.ir.types import HALF
-from amp_transpiler.ops.common import Grads, comparable, size_of
+from amp_transpiler.ops.common import Grads, comparable, once, size_of
 
 #: An index that no number of classes reaches.
 _BEYOND = np.int64(2**31 - 1)
@@ -87,11 +87,11 @@ def _row_scale(e: Emitter, op: Operator, found: _Labels, dy: Value) -> Value:
 
 
 def _log_prob(e: Emitter, scores: Value) -> Value:
-    key = f"logarithms of the softmax of {scores.name}"
-    if key not in e.shared:
+    def made() -> Value:
         plain = comparable(e, scores)  # nor has CUDA a LogSoftmax of bfloat16
-        e.shared[key] = (e.cast(e.LogSoftmax(plain, axis=1, shape=size_of(scores)), scores.dtype),)
-    return e.shared[key][0]
+        return e.cast(e.LogSoftmax(plain, axis=1, shape=size_of(scores)), scores.dtype)
+
+    return once(e, f"logarithms of the softmax of {scores.name}", made)
 
 
 @lowering_rule("SoftmaxCrossEntropyLoss", native=True)

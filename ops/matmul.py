@@ -15,8 +15,7 @@ import numpy as np
 
 from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.intervals import Interval, Ranges, total, weighted
-from amp_transpiler.ir.intervals import product as interval_product
+from amp_transpiler.ir.intervals import Interval, Ranges, product as interval_product, total, weighted
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import SlotShapes, flops, gradient, range_rule, traits
 from amp_transpiler.ops.common import Grads, reshaped, shape_of, size_of, summed

@@ -11,46 +11,42 @@ import numpy as np
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.types import LIMITS
 from amp_transpiler.ops.common import pieces, size_of
-from amp_transpiler.ops.place_bodies import body
+from amp_transpiler.ops.place_bodies import Asked, body
 
 
 @body("com.microsoft::MultiHeadAttention")
-def _multi_head_attention(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value] | None:
+def _multi_head_attention(e: Emitter, op: Asked, *inputs: Value | None) -> Sequence[Value] | None:
     """Of Q [B, S, heads * D], K and V [B, L, heads * D] or [B, heads, L, D]; without a past, giving no scores."""
     q, k, v, bias, mask, added = _slots(inputs, 6)
-    if q is None or k is None or v is None or any(inputs[6:]) or len(results) > 1 or not _are_known(inputs):
+    if q is None or k is None or v is None or any(inputs[6:]) or len(op.results) > 1 or not _are_known(inputs):
         return None
     if len(size_of(q)) != 3:
         return None
-    heads = int(attrs["num_heads"])
+    heads = int(op.attrs["num_heads"])
     if bias is not None:
         widths = [size_of(x)[-1] * (heads if len(size_of(x)) == 4 else 1) for x in (q, k, v)]
         shifts = pieces(e, bias, 0, widths)
         q, k, v = (
             x if len(size_of(x)) == 4 else e.Add(x, b, shape=x.shape) for x, b in zip((q, k, v), shifts, strict=True)
         )
-    return _attended(e, attrs, [_heads(e, x, heads) for x in (q, k, v)], mask, added)
+    return _attended(e, op.attrs, [_heads(e, x, heads) for x in (q, k, v)], mask, added)
 
 
 @body("com.microsoft::Attention")
-def _attention(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value] | None:
+def _attention(e: Emitter, op: Asked, *inputs: Value | None) -> Sequence[Value] | None:
     """Of X [B, S, D], whose product with packed weights has Q, K and V; without a past."""
     x, weights, bias, mask, past, added = _slots(inputs, 6)
-    if x is None or weights is None or past is not None or any(inputs[6:]) or len(results) > 1:
+    if x is None or weights is None or past is not None or any(inputs[6:]) or len(op.results) > 1:
         return None
-    if not _are_known(inputs) or attrs.get("do_rotary"):
+    if not _are_known(inputs) or op.attrs.get("do_rotary"):
         return None
-    heads, (batch, rows, _), width = int(attrs["num_heads"]), size_of(x), size_of(weights)[1]
+    heads, (batch, rows, _), width = int(op.attrs["num_heads"]), size_of(x), size_of(weights)[1]
     packed = e.MatMul(x, weights, shape=(batch, rows, width))
     packed = packed if bias is None else e.Add(packed, bias, shape=packed.shape)
-    sizes = [int(size) for size in attrs.get("qkv_hidden_sizes") or [width // 3] * 3]
+    sizes = [int(size) for size in op.attrs.get("qkv_hidden_sizes") or [width // 3] * 3]
     parts = zip(pieces(e, packed, 2, sizes), sizes, strict=True)
     apart = [_heads(e, e.reshape(part, (batch, rows, size)), heads) for part, size in parts]
-    return _attended(e, attrs, apart, mask, added)
+    return _attended(e, op.attrs, apart, mask, added)
 
 
 def _slots(inputs: Sequence[Value | None], count: int) -> list[Value | None]:

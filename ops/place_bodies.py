@@ -1,6 +1,6 @@
 """What stands for an operator where a place has no kernel of it: other operators that it has, bit for bit where it can.
 
-A body gets the operator's attributes, inputs and results, all with the element types that their tensors have there, and
+A body gets the operator's attributes, results and inputs, all with the element types that their tensors have there, and
 shapes where these are fixed. It gives the results, or None where it does not know how (a shape is missing). What it
 emits may be without a kernel as well, and then has a body of its own. Where 64-bit integers are held as 32-bit ones an
 operator whose ONNX schema wants the former may get the latter.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -21,8 +21,16 @@ from amp_transpiler.ops.common import scaled_by, size_of
 from amp_transpiler.ops.einsum import labels_of, sizes_of, unrepeated
 from amp_transpiler.ops.elementwise import limited
 
-#: ``body(e, attributes, inputs, results) -> results``
-Body = Callable[[Emitter, Mapping[str, Any], Sequence[Value | None], Sequence[Value]], Sequence[Value] | None]
+
+class Asked(NamedTuple):
+    """What a body stands for: the operator's attributes, and its results."""
+
+    attrs: Mapping[str, Any]
+    results: Sequence[Value]
+
+
+#: ``body(e, asked, *inputs) -> results``
+Body = Callable[..., Sequence[Value] | None]
 
 #: ``function(e, attributes, x) -> y``
 _Function = Callable[[Emitter, Mapping[str, Any], Value], Value]
@@ -45,10 +53,6 @@ def body_of(full_type: str) -> Body | None:
     return _BODIES.get(full_type)
 
 
-def given(inputs: Sequence[Value | None]) -> list[Value]:
-    return [v for v in inputs if v is not None]
-
-
 def constant(e: Emitter, value: Value | None) -> np.ndarray | None:
     """The content of a constant; None of what is computed."""
     found = None if value is None else e.initializers.get(value.name)
@@ -62,25 +66,21 @@ def integers_in(e: Emitter, value: Value | None) -> list[int] | None:
 
 # -- numbers ---------------------------------------------------------------------------------------------
 @body("Sum")
-def _sum(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value]:
-    return [_added(e, inputs)]
+def _sum(e: Emitter, op: Asked, *values: Value) -> Sequence[Value]:
+    return [_added(e, values)]
 
 
-def _added(e: Emitter, inputs: Sequence[Value | None]) -> Value:
-    total, *others = given(inputs)
+def _added(e: Emitter, values: Sequence[Value]) -> Value:
+    total, *others = values
     for other in others:
         total = e.Add(total, other)
     return total
 
 
 @body("Mean")
-def _mean(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value]:
-    total = _added(e, inputs)
-    return [e.Div(total, e.like(len(given(inputs)), total))]
+def _mean(e: Emitter, op: Asked, *values: Value) -> Sequence[Value]:
+    total = _added(e, values)
+    return [e.Div(total, e.like(len(values), total))]
 
 
 def _extreme(compare: str) -> Body:
@@ -94,10 +94,7 @@ def _extreme(compare: str) -> Body:
             kept = e.Where(e.Equal(b, b), a, b)
         return e.Where(e.op(compare, a, b), b, kept)
 
-    def extreme(
-        e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-    ) -> Sequence[Value]:
-        found, *others = given(inputs)
+    def extreme(e: Emitter, op: Asked, found: Value, *others: Value) -> Sequence[Value]:
         for other in others:
             found = choose(e, found, other)
         return [found]
@@ -110,96 +107,68 @@ body("Min")(_extreme("Greater"))
 
 
 @body("Clip")
-def _clip(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value]:
-    x, low, high = (*inputs, None, None)[:3]
-    assert x is not None
+def _clip(e: Emitter, op: Asked, x: Value, low: Value | None = None, high: Value | None = None) -> Sequence[Value]:
     return [limited(e, x, low, high)]
 
 
 @body("IsNaN")
-def _is_nan(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value]:
+def _is_nan(e: Emitter, op: Asked, x: Value) -> Sequence[Value]:
     """What neither equals itself nor lies on either side of zero. Compilers of shaders may take one of the comparisons
     for the negation of its opposite, and then find NaN where it does not; two kinds of them are asked."""
-    (x,) = given(inputs)
     zero = e.like(0, x)
     sided = e.Not(e.And(e.Not(e.LessOrEqual(x, zero)), e.Not(e.Greater(x, zero))))
     return [e.Not(e.And(e.Equal(x, x), sided))]
 
 
 @body("IsInf")
-def _is_inf(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value]:
-    (x,) = given(inputs)
+def _is_inf(e: Emitter, op: Asked, x: Value) -> Sequence[Value]:
     found = [
         e.Equal(x, e.like(sign * math.inf, x))
         for sign, name in ((1, "detect_positive"), (-1, "detect_negative"))
-        if attrs.get(name, 1)
+        if op.attrs.get(name, 1)
     ]
     return [found[0] if len(found) == 1 else e.Or(*found) if found else e.Less(x, x)]
 
 
 @body("LogSoftmax")
-def _log_softmax(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value]:
+def _log_softmax(e: Emitter, op: Asked, x: Value) -> Sequence[Value]:
     """x - max - log(sum(exp(x - max))), in fp32."""
-    (x,) = given(inputs)
-    axes, wide = e.ints(attrs.get("axis", -1)), e.f32(x)
+    axes, wide = e.ints(op.attrs.get("axis", -1)), e.f32(x)
     apart = e.Sub(wide, e.ReduceMax(wide, axes, keepdims=1))
     return [e.cast(e.Sub(apart, e.Log(e.ReduceSum(e.Exp(apart), axes, keepdims=1))), x.dtype)]
 
 
 @body("ReduceLogSumExp")
-def _log_sum_exp(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value]:
+def _log_sum_exp(e: Emitter, op: Asked, x: Value, *axes: Value) -> Sequence[Value]:
     """max + log(sum(exp(x - max))), in fp32; where the largest is infinite, it is the result by itself."""
-    x, *axes = given(inputs)
-    wide, keep = e.f32(x), {"noop_with_empty_axes": attrs.get("noop_with_empty_axes", 0)}
+    wide, keep = e.f32(x), {"noop_with_empty_axes": op.attrs.get("noop_with_empty_axes", 0)}
     largest = e.ReduceMax(wide, *axes, keepdims=1, **keep)
     most = e.Where(e.Less(e.Abs(largest), e.like(math.inf, largest)), largest, e.like(0, largest))
     found = e.Add(e.Log(e.ReduceSum(e.Exp(e.Sub(wide, most)), *axes, keepdims=1, **keep)), most)
-    if not attrs.get("keepdims", 1) and (axes or not keep["noop_with_empty_axes"]):
+    if not op.attrs.get("keepdims", 1) and (axes or not keep["noop_with_empty_axes"]):
         found = e.Squeeze(found, *axes)
     return [e.cast(found, x.dtype)]
 
 
 @body("Neg")
-def _neg(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value]:
-    (x,) = given(inputs)
+def _neg(e: Emitter, op: Asked, x: Value) -> Sequence[Value]:
     return [e.Sub(e.like(0, x), x)]
 
 
 @body("Abs")
-def _abs(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value]:
-    (x,) = given(inputs)
+def _abs(e: Emitter, op: Asked, x: Value) -> Sequence[Value]:
     zero = e.like(0, x)
     return [e.Where(e.Less(x, zero), e.Sub(zero, x), x)]
 
 
 @body("PRelu")
-def _p_relu(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value]:
-    x, slope = given(inputs)
+def _p_relu(e: Emitter, op: Asked, x: Value, slope: Value) -> Sequence[Value]:
     return [e.Where(e.Less(x, e.like(0, x)), e.Mul(x, slope), x)]
 
 
 @body("Sign")
-def _sign(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value]:
+def _sign(e: Emitter, op: Asked, x: Value) -> Sequence[Value]:
     """Zero and NaN stay as they are."""
-    (x,) = given(inputs)
     zero = e.like(0, x)
     below = x if x.dtype.startswith("uint") else e.Where(e.Less(x, zero), e.like(-1, x), x)
     return [e.Where(e.Greater(x, zero), e.like(1, x), below)]
@@ -208,11 +177,8 @@ def _sign(
 # -- functions of one number, in fp32 -------------------------------------------------------------------------
 def _function(*types: str) -> Callable[[_Function], _Function]:
     def register(function: _Function) -> _Function:
-        def write(
-            e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-        ) -> Sequence[Value]:
-            x = given(inputs)[0]
-            return [e.cast(function(e, attrs, e.f32(x)), x.dtype)]
+        def write(e: Emitter, op: Asked, x: Value) -> Sequence[Value]:
+            return [e.cast(function(e, op.attrs, e.f32(x)), x.dtype)]
 
         body(*types)(write)
         return function
@@ -269,27 +235,21 @@ def _round(e: Emitter, attrs: Mapping[str, Any], x: Value) -> Value:
 
 
 @body("Resize")
-def _resize(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value] | None:
+def _resize(e: Emitter, op: Asked, x: Value, *settings: Value | None) -> Sequence[Value] | None:
     """In fp32, as on CPU; integers have no form, and what is fp32 already has no other."""
-    x, *settings = inputs
     if x is None or x.dtype not in HALF:
         return None
-    return [e.cast(e.Resize(e.f32(x), *settings, **attrs), x.dtype)]
+    return [e.cast(e.Resize(e.f32(x), *settings, **op.attrs), x.dtype)]
 
 
 # -- products --------------------------------------------------------------------------------------------
 @body("Gemm")
-def _gemm(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value] | None:
+def _gemm(e: Emitter, op: Asked, a: Value, b: Value, *added: Value) -> Sequence[Value] | None:
     """The product, and what is added by itself; of integers with a fraction for factor, all but the product in fp32."""
-    a, b, *added = given(inputs)
     if a.dtype not in (*FLOATS, "int32", "uint32"):
         return None
-    alpha, beta = float(attrs.get("alpha", 1.0)), float(attrs.get("beta", 1.0))
-    turned = {name: attrs.get(name, 0) for name in ("transA", "transB")}
+    alpha, beta = float(op.attrs.get("alpha", 1.0)), float(op.attrs.get("beta", 1.0))
+    turned = {name: op.attrs.get(name, 0) for name in ("transA", "transB")}
     if a.dtype in FLOATS or (alpha.is_integer() and beta.is_integer()):
         product = e.op("Gemm", a, b, alpha=alpha, **turned)
         return [e.Add(product, scaled_by(e, c, beta)) for c in added] or [product]
@@ -298,11 +258,9 @@ def _gemm(
 
 
 @body("MatMul")
-def _matmul(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value] | None:
+def _matmul(e: Emitter, op: Asked, a: Value, b: Value) -> Sequence[Value] | None:
     """Vectors as rows and columns of a matrix; a sum of nothing is zero; of integers the products are added up."""
-    (a, b), shape = given(inputs), results[0].shape
+    shape = op.results[0].shape
     if a.dtype in FLOATS and a.shape is None and len(b.shape or ()) == 1:
         return [e.Squeeze(e.MatMul(a, e.reshape(b, (*size_of(b), 1))), e.ints(-1))]
     if a.shape is None or b.shape is None or shape is None:
@@ -319,39 +277,28 @@ def _matmul(
 
 
 @body("Einsum")
-def _einsum(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value] | None:
+def _einsum(e: Emitter, op: Asked, *values: Value) -> Sequence[Value] | None:
     """With letters for dots, and operands without the axes along which they are repeated."""
-    values = given(inputs)
     if any(v.shape is None or v.dtype not in ("float16", "float32") for v in values):
         return None
-    terms, result = labels_of(str(attrs["equation"]), [len(size_of(v)) for v in values])
+    terms, result = labels_of(str(op.attrs["equation"]), [len(size_of(v)) for v in values])
     sizes = sizes_of(terms, [size_of(v) for v in values])
     read = [unrepeated(term, v, sizes) for term, v in zip(terms, values, strict=True)]
-    values = [e.reshape(v, [sizes[label] for label in term]) for v, term in zip(values, read, strict=True)]
-    return [e.Einsum(*values, equation=f"{','.join(read)}->{result}", shape=[sizes[label] for label in result])]
+    apart = [e.reshape(v, [sizes[label] for label in term]) for v, term in zip(values, read, strict=True)]
+    return [e.Einsum(*apart, equation=f"{','.join(read)}->{result}", shape=[sizes[label] for label in result])]
 
 
 # -- truth -----------------------------------------------------------------------------------------------
 @body("Or")
-def _or(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value]:
-    a, b = given(inputs)
+def _or(e: Emitter, op: Asked, a: Value, b: Value) -> Sequence[Value]:
     return [e.Not(e.And(e.Not(a), e.Not(b)))]
 
 
 @body("Equal")
-def _equal(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value] | None:
-    a, b = given(inputs)
+def _equal(e: Emitter, op: Asked, a: Value, b: Value) -> Sequence[Value] | None:
     return None if a.dtype != "bool" else [e.Equal(e.cast(a, "int32"), e.cast(b, "int32"))]
 
 
 @body("Xor")
-def _xor(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value]:
-    return [e.Not(e.Equal(*given(inputs)))]
+def _xor(e: Emitter, op: Asked, a: Value, b: Value) -> Sequence[Value]:
+    return [e.Not(e.Equal(a, b))]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ops.common import padded, pieces, size_of
-from amp_transpiler.ops.place_bodies import Body, body, constant, given, integers_in
+from amp_transpiler.ops.place_bodies import Asked, Body, body, constant, integers_in
 
 #: What integers are divided by into two numbers that fp32 holds.
 _LIMB = 4096
@@ -20,17 +20,15 @@ _LIMB = 4096
 def _by_way_of(type_: str, way: str) -> Body:
     """Truth values as numbers of another type, which hold them exactly."""
 
-    def moved(
-        e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-    ) -> Sequence[Value] | None:
-        if results[0].dtype != "bool":
+    def moved(e: Emitter, op: Asked, *inputs: Value | None) -> Sequence[Value] | None:
+        if op.results[0].dtype != "bool":
             return None
         condition = 1 if type_ == "Where" else 0
         numbers = [
             e.cast(v, way) if v is not None and v.dtype == "bool" and i >= condition else v
             for i, v in enumerate(inputs)
         ]
-        made = e.op(type_, *numbers, outputs=len(results), dtype=way, **attrs)
+        made = e.op(type_, *numbers, outputs=len(op.results), dtype=way, **op.attrs)
         return [e.cast(value, "bool") for value in made]
 
     return moved
@@ -41,31 +39,23 @@ for _type in ("Concat", "Identity", "Pad", "Reshape", "Squeeze", "Transpose", "W
 
 
 @body("Split")
-def _split(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value] | None:
+def _split(e: Emitter, op: Asked, x: Value, *sizes: Value | None) -> Sequence[Value] | None:
     """Into more pieces than one kernel makes: into runs of them, and these again."""
-    x = inputs[0]
-    assert x is not None
-    truths = results[0].dtype == "bool"
-    if not truths and len(results) <= (e.at.most_pieces or len(results)):
+    truths = op.results[0].dtype == "bool"
+    if not truths and len(op.results) <= (e.at.most_pieces or len(op.results)):
         return None
-    if any(piece.shape is None for piece in results):
-        return _by_way_of("Split", "int32")(e, attrs, inputs, results) if truths else None
-    axis = int(attrs.get("axis", 0))
-    made = pieces(e, e.cast(x, "int32") if truths else x, axis, [size_of(piece)[axis] for piece in results])
+    if any(piece.shape is None for piece in op.results):
+        return _by_way_of("Split", "int32")(e, op, x, *sizes) if truths else None
+    axis = int(op.attrs.get("axis", 0))
+    made = pieces(e, e.cast(x, "int32") if truths else x, axis, [size_of(piece)[axis] for piece in op.results])
     return [e.cast(piece, "bool") for piece in made] if truths else made
 
 
 @body("Slice")
-def _slice(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value] | None:
+def _slice(e: Emitter, op: Asked, x: Value, *where: Value | None) -> Sequence[Value] | None:
     """Those at known places are gathered."""
-    x, *where = inputs
-    assert x is not None
     if x.dtype == "bool":
-        return _by_way_of("Slice", "float32")(e, attrs, inputs, results)
+        return _by_way_of("Slice", "float32")(e, op, x, *where)
     said = [integers_in(e, v) for v in where if v is not None]
     if x.shape is None or any(numbers is None for numbers in said):
         return None
@@ -97,51 +87,44 @@ def gathered(e: Emitter, x: Value, axis: int, places: np.ndarray[Any, Any]) -> V
 
 
 @body("Tile")
-def _tile(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value] | None:
+def _tile(e: Emitter, op: Asked, x: Value, repeats: Value) -> Sequence[Value] | None:
     """Of integers and truth values: they are gathered, over and over."""
-    x, repeats = inputs[0], integers_in(e, inputs[1])
-    if x is None or x.shape is None or repeats is None:
+    times_each = integers_in(e, repeats)
+    if x.shape is None or times_each is None:
         return None
-    for axis, times in enumerate(repeats):
+    for axis, times in enumerate(times_each):
         if times != 1:
             x = gathered(e, x, axis, np.tile(np.arange(size_of(x)[axis]), times))
     return [x]
 
 
 @body("CumSum")
-def _cumulative(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value] | None:
+def _cumulative(e: Emitter, op: Asked, x: Value, along: Value) -> Sequence[Value] | None:
     """Of integers: each sum takes what stands so far before it that it has not, twice as far in each round."""
-    x, at = inputs[0], integers_in(e, inputs[1])
-    if x is None or x.shape is None or at is None or x.dtype not in ("int32", "uint32"):
+    at = integers_in(e, along)
+    if x.shape is None or at is None or x.dtype not in ("int32", "uint32"):
         return None
     axis = at[0] % len(x.shape)
     size = x.shape[axis]
     turned = np.arange(size)[::-1]
-    if attrs.get("reverse", 0):
+    if op.attrs.get("reverse", 0):
         x = gathered(e, x, axis, turned)
-    if attrs.get("exclusive", 0) and size:
+    if op.attrs.get("exclusive", 0) and size:
         x = _shifted(e, x, axis, 1)
     for power in range(max(size - 1, 0).bit_length()):
         x = e.Add(x, _shifted(e, x, axis, 2**power), shape=x.shape)
-    return [gathered(e, x, axis, turned) if attrs.get("reverse", 0) else x]
+    return [gathered(e, x, axis, turned) if op.attrs.get("reverse", 0) else x]
 
 
 # -- indices ---------------------------------------------------------------------------------------------
 @body("OneHot")
-def _one_hot(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value] | None:
+def _one_hot(e: Emitter, op: Asked, indices: Value, depth: Value, values: Value) -> Sequence[Value] | None:
     """Each index, beside the numbers of all classes. Negative ones count from the end."""
-    indices, depth, values = given(inputs)
     count = integers_in(e, depth)
     if count is None or indices.shape is None or indices.dtype not in ("int32", "float32"):
         return None
     rank = len(indices.shape) + 1
-    axis = int(attrs.get("axis", -1)) % rank
+    axis = int(op.attrs.get("axis", -1)) % rank
     column = e.reshape(indices, (*indices.shape[:axis], 1, *indices.shape[axis:]))
     classes = np.arange(count[0]).reshape([-1 if i == axis else 1 for i in range(rank)])
     held = e.Equal(column, e.const(classes, indices.dtype))
@@ -151,17 +134,15 @@ def _one_hot(
 
 
 @body("TopK")
-def _top_k(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value] | None:
+def _top_k(e: Emitter, op: Asked, x: Value, k: Value) -> Sequence[Value] | None:
     """Of integers, which fp32 does not hold: by what is left after a division, and then, of equal ones the first
     staying the first, by the quotient."""
-    x, count = inputs[0], integers_in(e, inputs[1])
-    if x is None or count is None or x.shape is None or len(x.shape) != 1 or x.dtype != "int32":
+    count = integers_in(e, k)
+    if count is None or x.shape is None or len(x.shape) != 1 or x.dtype != "int32":
         return None
     quotient = e.Div(x, e.const(_LIMB, "int32"))
     rest = e.Sub(x, e.Mul(quotient, e.const(_LIMB, "int32")))
-    whole, in_order = e.ints(x.shape[0]), {**attrs, "sorted": 1}
+    whole, in_order = e.ints(x.shape[0]), {**op.attrs, "sorted": 1}
     by_rest = e.op("TopK", e.cast(rest, "float32"), whole, outputs=2, **in_order)[1]
     place = e.Gather(e.const(np.arange(x.shape[0]), "int32"), Value(by_rest.name, "int64"), axis=0)
     key = e.cast(e.Gather(quotient, place, axis=0), "float32")
@@ -179,15 +160,12 @@ def _narrow(e: Emitter, indices: Value) -> Value | None:
 
 
 @body("GatherElements")
-def _gather_elements(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value] | None:
+def _gather_elements(e: Emitter, op: Asked, x: Value, indices: Value) -> Sequence[Value] | None:
     """Elements of the flattened tensor."""
-    x, indices = given(inputs)
     narrow = _narrow(e, indices)
     if x.shape is None or narrow is None or narrow.shape is None:
         return None
-    axis, size = int(attrs.get("axis", 0)) % len(x.shape), x.shape[int(attrs.get("axis", 0))]
+    axis, size = int(op.attrs.get("axis", 0)) % len(x.shape), x.shape[int(op.attrs.get("axis", 0))]
     place = np.zeros([1] * len(x.shape), np.int64)
     for other, count in enumerate(narrow.shape):
         if other != axis:
@@ -200,13 +178,10 @@ def _gather_elements(
 
 
 @body("GatherND")
-def _gather_nd(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value] | None:
+def _gather_nd(e: Emitter, op: Asked, x: Value, wide: Value) -> Sequence[Value] | None:
     """Rows of the tensor in which the axes that indices go into are one."""
-    x, wide = given(inputs)
     indices = _narrow(e, wide)
-    if attrs.get("batch_dims", 0) or x.shape is None or indices is None or indices.shape is None:
+    if op.attrs.get("batch_dims", 0) or x.shape is None or indices is None or indices.shape is None:
         return None
     rows, width, place = _as_rows(e, x, indices)
     found = e.Gather(e.reshape(x, (rows, width)), place, axis=0)
@@ -214,11 +189,8 @@ def _gather_nd(
 
 
 @body("ScatterND")
-def _scatter_nd(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value] | None:
+def _scatter_nd(e: Emitter, op: Asked, x: Value, wide: Value, updates: Value) -> Sequence[Value] | None:
     """The same the other way round: each element of a row has the row's index."""
-    x, wide, updates = given(inputs)
     indices = _narrow(e, wide)
     if x.shape is None or indices is None or indices.shape is None:
         return None
@@ -228,7 +200,7 @@ def _scatter_nd(
     if width != 1:
         at = e.Expand(at, e.ints(count, width), shape=(count, width))
     changes = e.reshape(updates, (count, width))
-    made = e.ScatterElements(e.reshape(x, (rows, width)), at, changes, axis=0, **attrs)
+    made = e.ScatterElements(e.reshape(x, (rows, width)), at, changes, axis=0, **op.attrs)
     return [e.reshape(made, x.shape)]
 
 
@@ -248,11 +220,8 @@ def _as_rows(e: Emitter, x: Value, indices: Value) -> tuple[int, int, Value]:
 
 
 @body("ReverseSequence")
-def _reverse_sequence(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value] | None:
-    x, wide = given(inputs)
-    lengths, batch, time = _narrow(e, wide), int(attrs.get("batch_axis", 1)), int(attrs.get("time_axis", 0))
+def _reverse_sequence(e: Emitter, op: Asked, x: Value, wide: Value) -> Sequence[Value] | None:
+    lengths, batch, time = _narrow(e, wide), int(op.attrs.get("batch_axis", 1)), int(op.attrs.get("time_axis", 0))
     if x.shape is None or lengths is None:
         return None
     along = [[-1 if axis == own else 1 for axis in range(len(x.shape))] for own in (batch, time)]
@@ -264,13 +233,10 @@ def _reverse_sequence(
 
 
 @body("Trilu")
-def _triangle(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value] | None:
-    x, k = (*inputs, None)[:2]
+def _triangle(e: Emitter, op: Asked, x: Value, k: Value | None = None) -> Sequence[Value] | None:
     number = [0] if k is None else integers_in(e, k)
-    if x is None or x.shape is None or number is None or x.dtype == "bool":
+    if x.shape is None or number is None or x.dtype == "bool":
         return None
     every = np.ones(x.shape[-2:], bool)
-    kept = np.triu(every, number[0]) if attrs.get("upper", 1) else np.tril(every, number[0])
+    kept = np.triu(every, number[0]) if op.attrs.get("upper", 1) else np.tril(every, number[0])
     return [e.Where(e.const(kept), x, e.like(0, x), shape=x.shape)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.ops.common import pieces, size_of, sliced
 from amp_transpiler.ops.conv import transposed_window, without_tail
-from amp_transpiler.ops.place_bodies import body, given
+from amp_transpiler.ops.place_bodies import Asked, body
 from amp_transpiler.ops.place_indices import gathered
 from amp_transpiler.ops.pool import window_by_runtime, window_counts
 from amp_transpiler.ops.rounded_sums import spread
@@ -21,37 +21,31 @@ from amp_transpiler.ops.window import Window, window_by
 
 
 @body("AveragePool")
-def _average_pool(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value] | None:
+def _average_pool(e: Emitter, op: Asked, x: Value) -> Sequence[Value] | None:
     """A convolution with ones, over what each window averages."""
-    (x,) = given(inputs)
-    if x.shape is None or results[0].shape is None or attrs.get("auto_pad", "NOTSET") != "NOTSET":
+    if x.shape is None or op.results[0].shape is None or op.attrs.get("auto_pad", "NOTSET") != "NOTSET":
         return None
-    window = window_by_runtime(attrs, x.shape[2:], results[0].shape[2:])
+    window = window_by_runtime(op.attrs, x.shape[2:], op.results[0].shape[2:])
     assert window is not None
     images = window.pad(e, e.reshape(x, (math.prod(x.shape[:2]), 1, *window.source)), 2)
     ones = e.const(np.ones((1, 1, *window.kernel)), x.dtype)
     total = e.Conv(images, ones, strides=list(window.strides), dilations=list(window.dilations))
-    counts = e.const(window_counts(attrs, window), x.dtype)
+    counts = e.const(window_counts(op.attrs, window), x.dtype)
     return [e.Div(e.reshape(total, (*x.shape[:2], *window.target)), counts)]
 
 
 @body("ConvTranspose")
-def _conv_transpose(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value] | None:
+def _conv_transpose(e: Emitter, op: Asked, x: Value, w: Value, bias: Value | None = None) -> Sequence[Value] | None:
     """The convolution of X, with zeros between its elements, and the kernel turned around."""
-    x, w, bias = (*inputs, None)[:3]
-    if x is None or w is None or None in (x.shape, w.shape, results[0].shape):
+    if None in (x.shape, w.shape, op.results[0].shape):
         return None
-    slid, group = transposed_window(attrs, x, w, results[0]), int(attrs.get("group", 1))
+    slid, group = transposed_window(op.attrs, x, w, op.results[0]), int(op.attrs.get("group", 1))
     apart, (channels, outputs, *kernel) = spread(e, x, slid.strides), size_of(w)
     begin = [n - 1 - b for n, b in zip(slid.extent, slid.begin, strict=True)]
     for axis, before in enumerate(begin, 2):  # what lies in the padding
         apart = sliced(e, apart, axis, max(-before, 0), size_of(apart)[axis])
     begin = [max(before, 0) for before in begin]
-    sizes = size_of(apart)[2:], size_of(results[0])[2:]
+    sizes = size_of(apart)[2:], size_of(op.results[0])[2:]
     window = Window(slid.kernel, (1,) * slid.rank, slid.dilations, tuple(begin), *sizes)
     split = e.reshape(w, (group, channels // group, outputs, *kernel))
     swapped = e.transpose(split, [0, 2, 1, *range(3, 3 + slid.rank)])
@@ -62,41 +56,36 @@ def _conv_transpose(
 
 
 @body("Conv")
-def _conv(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value] | None:
+def _conv(e: Emitter, op: Asked, x: Value, w: Value, bias: Value | None = None) -> Sequence[Value] | None:
     """A convolution for each group of channels; of one group, with zeros joined to the image: a Pad would be fused."""
-    (x, w, bias), group = (*inputs, None)[:3], int(attrs.get("group", 1))
-    if x is None or w is None or w.shape is None or (group == 1 and None in (x.shape, results[0].shape)):
+    group = int(op.attrs.get("group", 1))
+    if w.shape is None or (group == 1 and None in (x.shape, op.results[0].shape)):
         return None
     if group == 1:
-        slid = window_by(attrs, size_of(w)[2:], size_of(x)[2:], size_of(results[0])[2:])
+        slid = window_by(op.attrs, size_of(w)[2:], size_of(x)[2:], size_of(op.results[0])[2:])
         for axis, n in enumerate(slid.end, 2):
             lead, (size, *rest) = size_of(x)[:axis], size_of(x)[axis:]
             zeros = e.const(np.zeros((*lead, n, *rest), np.float32), x.dtype)
             x = e.op("Concat", x, zeros, axis=axis, shape=(*lead, size + n, *rest)) if n else x
         return [e.Conv(x, w, bias, **replace(slid, source=size_of(x)[2:]).attributes())]
     images, weights = pieces(e, x, 1, [w.shape[1]] * group), pieces(e, w, 0, [w.shape[0] // group] * group)
-    alone = dict(attrs) | {"group": 1}
+    alone = dict(op.attrs) | {"group": 1}
     made = e.Concat(*[e.Conv(*pair, **alone) for pair in zip(images, weights, strict=True)], axis=1)
     return [made if bias is None else e.Add(made, e.reshape(bias, (-1, *[1] * (len(w.shape) - 2))))]
 
 
 @body("MaxPool")
-def _max_pool(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], results: Sequence[Value]
-) -> Sequence[Value] | None:
+def _max_pool(e: Emitter, op: Asked, x: Value) -> Sequence[Value] | None:
     """The second result, where each window's first maximum lies in the flattened input, is found by comparing: from the
     last position of the kernel to the first, each that holds the maximum has its index written over the others."""
-    (x,) = given(inputs)
-    if x.shape is None or results[0].shape is None or len(results) == 1 or attrs.get("storage_order", 0):
+    if x.shape is None or op.results[0].shape is None or len(op.results) == 1 or op.attrs.get("storage_order", 0):
         return None
     if x.dtype not in FLOATS:
         return None
-    window = window_by_runtime(attrs, x.shape[2:], results[0].shape[2:])
+    window = window_by_runtime(op.attrs, x.shape[2:], op.results[0].shape[2:])
     if window is None:
         return None
-    y = e.op("MaxPool", x, shape=results[0].shape, **attrs)
+    y = e.op("MaxPool", x, shape=op.results[0].shape, **op.attrs)
     y = e.reshape(y, (*x.shape[:2], *window.target))  # also tells onnxruntime's inference
     around = _surrounded(e, window, x)
     found: Value | None = None

@@ -12,7 +12,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import gradient, traits
 from amp_transpiler.ops.attention import heads_apart, heads_together, positions_of
-from amp_transpiler.ops.common import Grads, given_attributes, size_of
+from amp_transpiler.ops.common import Grads, given_attributes, once, size_of
 
 Maybe = Variable | None
 #: The operator as onnxruntime has it at every opset.
@@ -96,10 +96,8 @@ def _without_gradient(op: Operator) -> str:
 @gradient(TYPE, "x1 x2 x3 dy0", inputs=(0,), native=True, refuse=_without_gradient)
 def rotary_embedding_gradient(e: Emitter, op: Operator, positions: Value, cos: Value, sin: Value, dy: Value) -> Grads:
     """dX = dY turned by the negative angles."""
-    key = f"{sin.name} turned back, {dy.dtype}"
-    if key not in e.shared:
-        e.shared[key] = (e.cast(e.Neg(sin), dy.dtype),)
-    cos, (back,) = e.cast(cos, dy.dtype), e.shared[key]
+    back = once(e, f"{sin.name} turned back, {dy.dtype}", lambda: e.cast(e.Neg(sin), dy.dtype))
+    cos = e.cast(cos, dy.dtype)
     attrs = given_attributes(op, *_ATTRIBUTES)
     return [e.op("RotaryEmbedding", dy, positions, cos, back, domain=DOMAIN, shape=size_of(dy), **attrs)]
 

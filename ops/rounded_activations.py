@@ -5,29 +5,9 @@ Found as those of :mod:`.rounded_functions`, by comparing bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
 from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ops.rounded_sums import rounded_sum
-
-#: ``function(e, attributes, x, its shape)``
-_Function = Callable[[Emitter, Mapping[str, Any], Value, tuple[int, ...]], Value]
-
-
-def _activation(type_: str) -> Callable[[_Function], _Function]:
-    def register(function: _Function) -> _Function:
-        @rounded_sum(type_)
-        def rule(
-            e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
-        ) -> Value:
-            assert inputs[0] is not None
-            return function(e, attrs, inputs[0], shape)
-
-        return function
-
-    return register
+from amp_transpiler.ops.rounded_sums import Summed, rounded_sum
 
 
 def _below(e: Emitter, x: Value, low: Value, rest: Value, shape: tuple[int, ...]) -> Value:
@@ -35,58 +15,65 @@ def _below(e: Emitter, x: Value, low: Value, rest: Value, shape: tuple[int, ...]
     return e.Where(e.Less(x, e.like(0, x), shape=shape), low, rest, shape=shape)
 
 
-@_activation("LeakyRelu")
-def _leaky_relu(e: Emitter, attrs: Mapping[str, Any], x: Value, shape: tuple[int, ...]) -> Value:
-    return _below(e, x, e.Mul(e.like(attrs.get("alpha", 0.01), x), x, shape=shape), x, shape)
+@rounded_sum("LeakyRelu")
+def _leaky_relu(e: Emitter, op: Summed, x: Value) -> Value:
+    return _below(e, x, e.Mul(e.like(op.attrs.get("alpha", 0.01), x), x, shape=op.shape), x, op.shape)
 
 
-@_activation("HardSigmoid")
-def _hard_sigmoid(e: Emitter, attrs: Mapping[str, Any], x: Value, shape: tuple[int, ...]) -> Value:
-    alpha, beta = (e.like(attrs.get(name, usual), x) for name, usual in (("alpha", 0.2), ("beta", 0.5)))
+@rounded_sum("HardSigmoid")
+def _hard_sigmoid(e: Emitter, op: Summed, x: Value) -> Value:
+    shape = op.shape
+    alpha, beta = (e.like(op.attrs.get(name, usual), x) for name, usual in (("alpha", 0.2), ("beta", 0.5)))
     line = e.Add(e.Mul(alpha, x, shape=shape), beta, shape=shape)
     return e.Clip(line, e.like(0, x), e.like(1, x), shape=shape)
 
 
-@_activation("HardSwish")
-def _hard_swish(e: Emitter, attrs: Mapping[str, Any], x: Value, shape: tuple[int, ...]) -> Value:
-    return e.Mul(x, e.HardSigmoid(x, alpha=1 / 6, beta=0.5, shape=shape), shape=shape)
+@rounded_sum("HardSwish")
+def _hard_swish(e: Emitter, op: Summed, x: Value) -> Value:
+    return e.Mul(x, e.HardSigmoid(x, alpha=1 / 6, beta=0.5, shape=op.shape), shape=op.shape)
 
 
-@_activation("Elu")
-def _elu(e: Emitter, attrs: Mapping[str, Any], x: Value, shape: tuple[int, ...]) -> Value:
+@rounded_sum("Elu")
+def _elu(e: Emitter, op: Summed, x: Value) -> Value:
+    shape = op.shape
     low = e.Sub(e.Exp(x, shape=shape), e.like(1, x), shape=shape)
-    return _below(e, x, e.Mul(low, e.like(attrs.get("alpha", 1.0), x), shape=shape), x, shape)
+    return _below(e, x, e.Mul(low, e.like(op.attrs.get("alpha", 1.0), x), shape=shape), x, shape)
 
 
-@_activation("Selu")
-def _selu(e: Emitter, attrs: Mapping[str, Any], x: Value, shape: tuple[int, ...]) -> Value:
-    alpha = e.like(attrs.get("alpha", 1.6732632423543772), x)
-    gamma = e.like(attrs.get("gamma", 1.0507009873554805), x)
+@rounded_sum("Selu")
+def _selu(e: Emitter, op: Summed, x: Value) -> Value:
+    shape = op.shape
+    alpha = e.like(op.attrs.get("alpha", 1.6732632423543772), x)
+    gamma = e.like(op.attrs.get("gamma", 1.0507009873554805), x)
     low = e.Sub(e.Mul(alpha, e.Exp(x, shape=shape), shape=shape), alpha, shape=shape)
     return _below(e, x, e.Mul(gamma, low, shape=shape), e.Mul(gamma, x, shape=shape), shape)
 
 
-@_activation("Softplus")
-def _softplus(e: Emitter, attrs: Mapping[str, Any], x: Value, shape: tuple[int, ...]) -> Value:
+@rounded_sum("Softplus")
+def _softplus(e: Emitter, op: Summed, x: Value) -> Value:
+    shape = op.shape
     power = e.Exp(e.Neg(e.Abs(x, shape=shape), shape=shape), shape=shape)
     rest = e.Log(e.Add(e.like(1, x), power, shape=shape), shape=shape)
     return e.Add(e.Max(x, e.like(0, x), shape=shape), rest, shape=shape)
 
 
-@_activation("Softsign")
-def _softsign(e: Emitter, attrs: Mapping[str, Any], x: Value, shape: tuple[int, ...]) -> Value:
+@rounded_sum("Softsign")
+def _softsign(e: Emitter, op: Summed, x: Value) -> Value:
+    shape = op.shape
     return e.Div(x, e.Add(e.like(1, x), e.Abs(x, shape=shape), shape=shape), shape=shape)
 
 
-@_activation("Mish")
-def _mish(e: Emitter, attrs: Mapping[str, Any], x: Value, shape: tuple[int, ...]) -> Value:
+@rounded_sum("Mish")
+def _mish(e: Emitter, op: Summed, x: Value) -> Value:
+    shape = op.shape
     return e.Mul(x, e.Tanh(e.Softplus(x, shape=shape), shape=shape), shape=shape)
 
 
-@_activation(f"{DOMAIN}::QuickGelu")
-def _quick_gelu(e: Emitter, attrs: Mapping[str, Any], x: Value, shape: tuple[int, ...]) -> Value:
+@rounded_sum(f"{DOMAIN}::QuickGelu")
+def _quick_gelu(e: Emitter, op: Summed, x: Value) -> Value:
     """Of numbers below zero the sigmoid is taken from one."""
-    at, one = e.Mul(x, e.like(attrs.get("alpha", 1.702), x), shape=shape), e.like(1, x)
+    shape = op.shape
+    at, one = e.Mul(x, e.like(op.attrs.get("alpha", 1.702), x), shape=shape), e.like(1, x)
     power = e.Exp(e.Neg(e.Abs(at, shape=shape), shape=shape), shape=shape)
     share = e.Div(one, e.Add(one, power, shape=shape), shape=shape)
     return e.Mul(x, _below(e, at, e.Sub(one, share, shape=shape), share, shape), shape=shape)
@@ -94,13 +81,9 @@ def _quick_gelu(e: Emitter, attrs: Mapping[str, Any], x: Value, shape: tuple[int
 
 def _shifted_gelu(type_: str, approximate: str) -> None:
     @rounded_sum(f"{DOMAIN}::{type_}")
-    def rule(
-        e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
-    ) -> Value:
-        x, shift = (*inputs, None)[:2]
-        assert x is not None
-        x = x if shift is None else e.Add(x, shift, shape=shape)
-        return e.Gelu(x, approximate=approximate, shape=shape)
+    def rule(e: Emitter, op: Summed, x: Value, shift: Value | None = None) -> Value:
+        x = x if shift is None else e.Add(x, shift, shape=op.shape)
+        return e.Gelu(x, approximate=approximate, shape=op.shape)
 
 
 _shifted_gelu("BiasGelu", "none")

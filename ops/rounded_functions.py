@@ -6,23 +6,16 @@ Found by comparing bits with WebGPU's kernels (``tests/webgpu/test_roundings.py`
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ops.common import padded, size_of
-from amp_transpiler.ops.rounded_sums import in_lanes, in_turn, rounded_sum
+from amp_transpiler.ops.rounded_sums import Summed, in_lanes, in_turn, rounded_sum
 
 #: Lanes that share a softmax.
 _LANES = 64
-
-
-def _first(inputs: Sequence[Value | None]) -> Value:
-    assert inputs[0] is not None
-    return inputs[0]
 
 
 def _power(e: Emitter, x: Value) -> Value:
@@ -36,35 +29,27 @@ def _power_of_2(e: Emitter, x: Value) -> Value:
 
 
 @rounded_sum("Exp")
-def _exp(
-    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
-) -> Value:
-    return _power(e, _first(inputs))
+def _exp(e: Emitter, op: Summed, x: Value) -> Value:
+    return _power(e, x)
 
 
 @rounded_sum("Log")
-def _log(
-    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
-) -> Value:
-    x = _first(inputs)
+def _log(e: Emitter, op: Summed, x: Value) -> Value:
+    shape = op.shape
     wide = e.Mul(e.Log(e.cast(x, "float32"), shape=shape), e.const(math.log2(math.e), "float32"), shape=shape)
     power = e.cast(wide, x.dtype)
     return e.Mul(power, e.like(math.log(2), power), shape=shape)
 
 
 @rounded_sum("Sigmoid")
-def _sigmoid(
-    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
-) -> Value:
-    x = _first(inputs)
+def _sigmoid(e: Emitter, op: Summed, x: Value) -> Value:
+    shape = op.shape
     return e.Div(e.like(1, x), e.Add(e.like(1, x), _power(e, e.Neg(x, shape=shape)), shape=shape), shape=shape)
 
 
 @rounded_sum("Tanh")
-def _tanh(
-    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
-) -> Value:
-    return _tangent(e, _first(inputs), shape)
+def _tanh(e: Emitter, op: Summed, x: Value) -> Value:
+    return _tangent(e, x, op.shape)
 
 
 def _tangent(e: Emitter, x: Value, shape: tuple[int, ...]) -> Value:
@@ -74,10 +59,8 @@ def _tangent(e: Emitter, x: Value, shape: tuple[int, ...]) -> Value:
 
 
 @rounded_sum("Erf")
-def _erf(
-    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
-) -> Value:
-    return _error_function(e, _first(inputs), shape)
+def _erf(e: Emitter, op: Summed, x: Value) -> Value:
+    return _error_function(e, x, op.shape)
 
 
 def _error_function(e: Emitter, x: Value, shape: tuple[int, ...]) -> Value:
@@ -101,11 +84,10 @@ def _cut(e: Emitter, number: float, x: Value) -> Value:
 
 
 @rounded_sum("Gelu", f"{DOMAIN}::Gelu")
-def _gelu(
-    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
-) -> Value:
-    x, half = _first(inputs), e.like(0.5, _first(inputs))
-    if attrs.get("approximate", "none") == "tanh":
+def _gelu(e: Emitter, op: Summed, x: Value) -> Value:
+    shape = op.shape
+    half = e.like(0.5, x)
+    if op.attrs.get("approximate", "none") == "tanh":
         cubic = e.Mul(e.Mul(_cut(e, 0.035677408136300125, x), x, shape=shape), x, shape=shape)
         inner = e.Mul(x, e.Add(cubic, _cut(e, 0.7978845608028654, x), shape=shape), shape=shape)
         return e.Mul(x, e.Add(half, e.Mul(half, _tangent(e, inner, shape), shape=shape), shape=shape), shape=shape)
@@ -114,12 +96,11 @@ def _gelu(
 
 
 @rounded_sum("Softmax")
-def _softmax(
-    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
-) -> Value | None:
+def _softmax(e: Emitter, op: Summed, x: Value) -> Value | None:
     """Of rows of whole vectors of four each component has a sum of its own."""
-    x, rank = _first(inputs), len(shape)
-    axis = int(attrs.get("axis", -1)) % rank
+    shape = op.shape
+    rank = len(shape)
+    axis = int(op.attrs.get("axis", -1)) % rank
     count, vector = shape[axis], 1 if shape[axis] % 4 else 4
     largest = e.ReduceMax(x, e.ints(axis), keepdims=1, shape=[1 if i == axis else n for i, n in enumerate(shape)])
     power = _power(e, e.Sub(x, largest, shape=shape))
@@ -131,14 +112,12 @@ def _softmax(
     return e.Div(power, e.reshape(total, size_of(largest)), shape=shape)
 
 
-def _normed(
-    e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...], centred: bool
-) -> Value | None:
+def _normed(e: Emitter, op: Summed, x: Value, scale: Value, bias: Value | None, centred: bool) -> Value | None:
     """Statistics in fp32, each rounded; the rest in 16 bit."""
-    x, scale, bias = (*inputs, None)[:3]
-    if x is None or scale is None or {v.dtype for v in inputs if v is not None} != {x.dtype}:
+    if {v.dtype for v in (x, scale, bias) if v is not None} != {x.dtype}:
         return None
-    axes = range(int(attrs.get("axis", -1)) % len(shape), len(shape))
+    shape = op.shape
+    axes = range(int(op.attrs.get("axis", -1)) % len(shape), len(shape))
     over, wide = e.ints(*axes), e.cast(x, "float32")
     kept = [1 if i in axes else n for i, n in enumerate(shape)]
     squares = e.ReduceMean(e.Mul(wide, wide, shape=shape), over, keepdims=1, shape=kept)
@@ -146,55 +125,47 @@ def _normed(
         mean = e.ReduceMean(wide, over, keepdims=1, shape=kept)
         squares = e.Sub(squares, e.Mul(mean, mean, shape=kept), shape=kept)
         x = e.Sub(x, e.cast(mean, x.dtype), shape=shape)
-    epsilon = e.const(np.float32(attrs.get("epsilon", 1e-5)))
+    epsilon = e.const(np.float32(op.attrs.get("epsilon", 1e-5)))
     inverse = e.Div(e.const(1, "float32"), e.Sqrt(e.Add(squares, epsilon, shape=kept), shape=kept), shape=kept)
     scaled = e.Mul(e.Mul(x, e.cast(inverse, x.dtype), shape=shape), scale, shape=shape)
     return scaled if bias is None else e.Add(scaled, bias, shape=shape)
 
 
 @rounded_sum("LayerNormalization")
-def _layer_norm(
-    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
-) -> Value | None:
-    return _normed(e, attrs, inputs, shape, centred=True)
+def _layer_norm(e: Emitter, op: Summed, x: Value, scale: Value, bias: Value | None = None) -> Value | None:
+    return _normed(e, op, x, scale, bias, centred=True)
 
 
 @rounded_sum("SimplifiedLayerNormalization")
-def _simplified_layer_norm(
-    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
-) -> Value | None:
-    return _normed(e, attrs, inputs, shape, centred=False)
+def _simplified_layer_norm(e: Emitter, op: Summed, x: Value, scale: Value, bias: Value | None = None) -> Value | None:
+    return _normed(e, op, x, scale, bias, centred=False)
 
 
 @rounded_sum("BatchNormalization")
-def _batch_norm(
-    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
-) -> Value | None:
+def _batch_norm(e: Emitter, op: Summed, x: Value, *rest: Value) -> Value | None:
     """All in 16 bit."""
-    x, *rest = [v for v in inputs if v is not None]
-    if attrs.get("training_mode") or any(v.dtype != x.dtype for v in rest):
+    shape = op.shape
+    if op.attrs.get("training_mode") or any(v.dtype != x.dtype for v in rest):
         return None
     column = (size_of(rest[0])[0], *[1] * (len(shape) - 2))
     scale, bias, mean, variance = (e.reshape(v, column) for v in rest)
-    spread = e.Sqrt(e.Add(variance, _cut(e, attrs.get("epsilon", 1e-5), x), shape=column), shape=column)
+    spread = e.Sqrt(e.Add(variance, _cut(e, op.attrs.get("epsilon", 1e-5), x), shape=column), shape=column)
     inverse = e.Div(e.like(1, x), spread, shape=column)
     scaled = e.Mul(e.Mul(e.Sub(x, mean, shape=shape), inverse, shape=shape), scale, shape=shape)
     return e.Add(scaled, bias, shape=shape)
 
 
 @rounded_sum("InstanceNormalization")
-def _instance_norm(
-    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
-) -> Value | None:
+def _instance_norm(e: Emitter, op: Summed, x: Value, scale: Value, bias: Value) -> Value | None:
     """A multiple and a shift of each channel in fp32, each rounded; the rest in 16 bit."""
-    x, scale, bias = inputs
-    if x is None or scale is None or bias is None or {v.dtype for v in (x, scale, bias)} != {x.dtype}:
+    shape = op.shape
+    if {v.dtype for v in (x, scale, bias)} != {x.dtype}:
         return None
     over, wide = e.ints(*range(2, len(shape))), e.cast(x, "float32")
     kept, column = (*shape[:2], *[1] * (len(shape) - 2)), (shape[1], *[1] * (len(shape) - 2))
     mean = e.ReduceMean(wide, over, keepdims=1, shape=kept)
     squares = e.ReduceMean(e.Mul(wide, wide, shape=shape), over, keepdims=1, shape=kept)
-    epsilon = e.const(np.float32(attrs.get("epsilon", 1e-5)))
+    epsilon = e.const(np.float32(op.attrs.get("epsilon", 1e-5)))
     spread = e.Add(e.Sub(squares, e.Mul(mean, mean, shape=kept), shape=kept), epsilon, shape=kept)
     inverse = e.Div(e.const(1, "float32"), e.Sqrt(spread, shape=kept), shape=kept)
     factor, shift = (e.reshape(e.cast(v, "float32"), column) for v in (scale, bias))
@@ -204,11 +175,10 @@ def _instance_norm(
 
 
 @rounded_sum("LogSoftmax")
-def _log_softmax(
-    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
-) -> Value:
+def _log_softmax(e: Emitter, op: Summed, x: Value) -> Value:
     """Without a kernel of its own onnxruntime makes it up of others, each of which rounds."""
-    x, axis = _first(inputs), int(attrs.get("axis", -1)) % len(shape)
+    shape = op.shape
+    axis = int(op.attrs.get("axis", -1)) % len(shape)
     over, kept = e.ints(axis), [1 if i == axis else n for i, n in enumerate(shape)]
     apart = e.Sub(x, e.ReduceMax(x, over, keepdims=1, shape=kept), shape=shape)
     total = e.ReduceSum(e.Exp(apart, shape=shape), over, keepdims=1, shape=kept)

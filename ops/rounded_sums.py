@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -23,8 +23,18 @@ from amp_transpiler.ops.window import Window, window_by
 
 #: What is added up at one position, of the slices of some values there.
 Term = Callable[..., Value]
-#: ``rule(e, order, attributes, inputs, shape of the result)``; None where it does not serve these operands.
-SumRule = Callable[[Emitter, str, Mapping[str, Any], Sequence[Value | None], tuple[int, ...]], Value | None]
+
+
+class Summed(NamedTuple):
+    """What a rule writes out: the order of additions, the operator's attributes, the shape of its result."""
+
+    order: str
+    attrs: Mapping[str, Any]
+    shape: tuple[int, ...]
+
+
+#: ``rule(e, summed, *inputs)``; None where it does not serve these operands.
+SumRule = Callable[..., Value | None]
 
 #: Positions up to which a sum is written out; longer ones are a Scan.
 _FEW = 4
@@ -106,17 +116,13 @@ _ORDERS = {"in turn": in_turn, "fours": in_fours, "128 lanes": _in_128_lanes}
 
 # -- products -------------------------------------------------------------------------------------------
 @rounded_sum("MatMul")
-def _matmul(
-    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
-) -> Value | None:
-    a, b = inputs[0], inputs[1]
-    assert a is not None and b is not None
+def _matmul(e: Emitter, op: Summed, a: Value, b: Value) -> Value | None:
     if min(len(size_of(a)), len(size_of(b))) < 2:
         return None
     (*batch_a, m, count), (*batch_b, _, n) = size_of(a), size_of(b)
     left = e.reshape(_first(e, a, len(batch_a) + 1), (count, *batch_a, m, 1))
     right = e.reshape(_first(e, b, len(batch_b)), (count, *batch_b, 1, n))
-    return _ORDERS[order](e, [left, right], lambda x, y: e.Mul(x, y, shape=shape), shape)
+    return _ORDERS[op.order](e, [left, right], lambda x, y: e.Mul(x, y, shape=op.shape), op.shape)
 
 
 def _first(e: Emitter, value: Value, axis: int) -> Value:
@@ -125,27 +131,21 @@ def _first(e: Emitter, value: Value, axis: int) -> Value:
 
 
 @rounded_sum("Gemm")
-def _gemm(
-    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
-) -> Value | None:
-    a, b, c = (*inputs, None)[:3]
-    assert a is not None and b is not None
-    alpha, beta = float(attrs.get("alpha") or 1.0), float(1.0 if attrs.get("beta") is None else attrs["beta"])
-    left = a if attrs.get("transA") else e.transpose(a, [1, 0])
-    right = e.transpose(b, [1, 0]) if attrs.get("transB") else b
+def _gemm(e: Emitter, op: Summed, a: Value, b: Value, c: Value | None = None) -> Value | None:
+    shape = op.shape
+    alpha, beta = float(op.attrs.get("alpha") or 1.0), float(1.0 if op.attrs.get("beta") is None else op.attrs["beta"])
+    left = a if op.attrs.get("transA") else e.transpose(a, [1, 0])
+    right = e.transpose(b, [1, 0]) if op.attrs.get("transB") else b
     count = size_of(left)[0]
     values = [e.reshape(left, (count, shape[0], 1)), e.reshape(right, (count, 1, shape[1]))]
-    total = scaled_by(e, _ORDERS[order](e, values, lambda x, y: e.Mul(x, y, shape=shape), shape), alpha)
+    total = scaled_by(e, _ORDERS[op.order](e, values, lambda x, y: e.Mul(x, y, shape=shape), shape), alpha)
     return total if c is None else e.Add(total, scaled_by(e, c, beta), shape=shape)
 
 
 @rounded_sum("Einsum")
-def _einsum(
-    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
-) -> Value | None:
+def _einsum(e: Emitter, op: Summed, *values: Value) -> Value | None:
     """Sums go through their labels in the order of letters, the last one fastest."""
-    values = [v for v in inputs if v is not None]
-    terms, result = labels_of(str(attrs["equation"]), [len(size_of(v)) for v in values])
+    terms, result = labels_of(str(op.attrs["equation"]), [len(size_of(v)) for v in values])
     sizes = sizes_of(terms, [size_of(v) for v in values])
     if 0 in sizes.values():
         return None
@@ -158,7 +158,7 @@ def _einsum(
             made = e.Mul(made, factor, shape=np.broadcast_shapes(size_of(made), size_of(factor)))
         return made
 
-    return in_turn(e, laid, product, shape)
+    return in_turn(e, laid, product, op.shape)
 
 
 def _laid_out(
@@ -179,38 +179,31 @@ def _laid_out(
 
 
 @rounded_sum("Conv")
-def _conv(
-    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
-) -> Value | None:
-    x, w, bias = (*inputs, None)[:3]
-    assert x is not None and w is not None
-    window = window_by(attrs, size_of(w)[2:], size_of(x)[2:], shape[2:])
-    group, (outputs, channels) = int(attrs.get("group") or 1), size_of(w)[:2]
+def _conv(e: Emitter, op: Summed, x: Value, w: Value, bias: Value | None = None) -> Value | None:
+    window = window_by(op.attrs, size_of(w)[2:], size_of(x)[2:], op.shape[2:])
+    group, (outputs, channels) = int(op.attrs.get("group") or 1), size_of(w)[:2]
     taps = len(window.taps)
     split = e.reshape(w, (group, outputs // group, channels, taps))
     weights = e.reshape(e.transpose(split, [3, 2, 0, 1]), (taps * channels, 1, group, outputs // group, 1))
-    return _with_bias(e, _correlation(e, order, x, weights, window), bias, shape)
+    return _with_bias(e, _correlation(e, op.order, x, weights, window), bias, op.shape)
 
 
 @rounded_sum("ConvTranspose")
-def _conv_transpose(
-    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
-) -> Value | None:
+def _conv_transpose(e: Emitter, op: Summed, x: Value, w: Value, bias: Value | None = None) -> Value | None:
     """The correlation of X, with zeros between strides, and the kernel turned around."""
-    x, w, bias = (*inputs, None)[:3]
-    assert x is not None and w is not None
-    slid = transposed_window(attrs, x, w, Value("", x.dtype, shape))
+    shape = op.shape
+    slid = transposed_window(op.attrs, x, w, Value("", x.dtype, shape))
     apart = spread(e, x, slid.strides)
     begin = tuple(n - 1 - b for n, b in zip(slid.extent, slid.begin, strict=True))
     if min(begin) < 0:
         return None
     window = Window(slid.kernel, (1,) * slid.rank, slid.dilations, begin, size_of(apart)[2:], shape[2:])
-    group, (channels, outputs) = int(attrs.get("group") or 1), size_of(w)[:2]
+    group, (channels, outputs) = int(op.attrs.get("group") or 1), size_of(w)[:2]
     taps = len(window.taps)
     split = e.reshape(w, (group, channels // group, outputs, taps))
     turned = e.Gather(e.transpose(split, [3, 1, 0, 2]), e.ints(*range(taps - 1, -1, -1)), axis=0)
     weights = e.reshape(turned, (taps * channels // group, 1, group, outputs, 1))
-    return _with_bias(e, _correlation(e, order, apart, weights, window), bias, shape)
+    return _with_bias(e, _correlation(e, op.order, apart, weights, window), bias, shape)
 
 
 def spread(e: Emitter, x: Value, strides: Sequence[int]) -> Value:
@@ -284,19 +277,17 @@ def reduced_shape(e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value |
 
 def _reduced(type_: str) -> None:
     @rounded_sum(type_)
-    def reduce(
-        e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
-    ) -> Value | None:
-        x, axes = inputs[0], reduced_axes(e, attrs, inputs)
-        if x is None or axes is None:
+    def reduce(e: Emitter, op: Summed, x: Value, over: Value | None = None) -> Value | None:
+        axes = reduced_axes(e, op.attrs, [x, over])
+        if axes is None:
             return None
         rank = len(size_of(x))
         count = math.prod(size_of(x)[axis] for axis in axes)
         kept = [axis for axis in range(rank) if axis not in axes]
         x = _BEFORE[type_](e, x) if type_ in _BEFORE else x
-        rows = e.reshape(e.transpose(x, [*axes, *kept]), (count, math.prod(shape)))
-        total = in_lanes(e, rows, order) if axes else x
-        total = e.reshape(total, shape)
+        rows = e.reshape(e.transpose(x, [*axes, *kept]), (count, math.prod(op.shape)))
+        total = in_lanes(e, rows, op.order) if axes else x
+        total = e.reshape(total, op.shape)
         return _AFTER[type_](e, total, count) if type_ in _AFTER else total
 
 
@@ -305,19 +296,17 @@ for _type in ("ReduceSum", "ReduceMean", "ReduceSumSquare", "ReduceL1", "ReduceL
 
 
 @rounded_sum("CumSum")
-def _cumulative(
-    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
-) -> Value | None:
+def _cumulative(e: Emitter, op: Summed, x: Value, at: Value) -> Value | None:
     """Each sum begins with its first summand, also of those that go to the end of the axis."""
-    x, at = inputs[0], inputs[1]
-    if x is None or at is None or at.name not in e.initializers or not math.prod(shape):
+    shape = op.shape
+    if at.name not in e.initializers or not math.prod(shape):
         return None
     axis = int(onnx.numpy_helper.to_array(e.initializers[at.name]).item()) % len(shape)
     turned = [axis, *(i for i in range(len(shape)) if i != axis)]
-    count, last = shape[axis], int(bool(attrs.get("exclusive")))
+    count, last = shape[axis], int(bool(op.attrs.get("exclusive")))
     rows = e.reshape(e.transpose(x, turned), (count, math.prod(shape) // count))
     width, zero = size_of(rows)[1], e.like(0, rows)
-    if attrs.get("reverse"):
+    if op.attrs.get("reverse"):
         begins = e.const(np.arange(count)[:, None] + last)
 
         def summand(row: Value, at: Value) -> Value:
@@ -335,28 +324,21 @@ def _cumulative(
 
 
 @rounded_sum("GlobalAveragePool")
-def _global_average(
-    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
-) -> Value | None:
-    x = inputs[0]
-    assert x is not None
+def _global_average(e: Emitter, op: Summed, x: Value) -> Value | None:
     batch, channels, *spatial = size_of(x)
     rows = e.transpose(e.reshape(x, (batch, channels, math.prod(spatial))), [2, 0, 1])
-    total = _ORDERS[order](e, [rows], lambda row: row, (batch, channels))
-    return e.reshape(e.Div(total, e.like(math.prod(spatial), total)), shape)
+    total = _ORDERS[op.order](e, [rows], lambda row: row, (batch, channels))
+    return e.reshape(e.Div(total, e.like(math.prod(spatial), total)), op.shape)
 
 
 @rounded_sum("AveragePool")
-def _average(
-    e: Emitter, order: str, attrs: Mapping[str, Any], inputs: Sequence[Value | None], shape: tuple[int, ...]
-) -> Value | None:
-    x = inputs[0]
-    assert x is not None
-    window = window_by_runtime(attrs, size_of(x)[2:], shape[2:])
+def _average(e: Emitter, op: Summed, x: Value) -> Value | None:
+    shape = op.shape
+    window = window_by_runtime(op.attrs, size_of(x)[2:], shape[2:])
     if window is None or window.target != shape[2:]:
         return None
     around = window.pad(e, x, 2)
     read = [e.reshape(window.read(e, around, tap, 2), (1, *shape)) for tap in window.taps]
     whole = read[0] if len(read) == 1 else e.Concat(*read, axis=0, shape=(len(read), *shape))
-    total = _ORDERS[order](e, [whole], lambda row: row, shape)
-    return e.Div(total, e.const(window_counts(attrs, window), total.dtype), shape=shape)
+    total = _ORDERS[op.order](e, [whole], lambda row: row, shape)
+    return e.Div(total, e.const(window_counts(op.attrs, window), total.dtype), shape=shape)

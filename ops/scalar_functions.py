@@ -11,61 +11,36 @@ from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, no_gradient, range_rule, traits
 from amp_transpiler.ir.reasons import Kind
 from amp_transpiler.ir.types import HALF
-from amp_transpiler.ops.common import Grads
+from amp_transpiler.ops.common import Grads, pointwise
 from amp_transpiler.ops.gpu_kernels import rounded_once
 
-
-@gradient("Sqrt", reads="y0 dy0", native=True)
-def sqrt(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
-    """dy / (2 y): half of dy may be too small for 16 bit."""
-    return [e.Div(dy, e.Mul(y, e.like(2, y)))]
-
-
-@gradient("Exp", reads="y0 dy0", native=True)
-def exp(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
-    return [e.Mul(dy, y)]
-
-
-@gradient("Log", reads="x0 dy0", native=True)
-def log(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    return [e.Div(dy, x)]
-
-
-@gradient("Reciprocal", reads="y0 dy0", native=True)
-def reciprocal(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
-    return [e.Neg(e.Mul(e.Mul(dy, y), y))]
-
-
-@gradient("Sin", reads="x0 dy0", native=True)
-def sin(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    return [e.Mul(dy, e.Cos(x))]
-
-
-@gradient("Cos", reads="x0 dy0", native=True)
-def cos(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    return [e.Neg(e.Mul(dy, e.Sin(x)))]
-
-
-@gradient("Tan", reads="y0 dy0", native=True)
-def tan(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
-    """dy (y² + 1), without the square alone: it leaves fp16 from 256 on."""
-    return [e.Add(e.Mul(e.Mul(dy, y), y), dy)]
+pointwise(
+    "x0 dy0",
+    Log=lambda e, x, dy: e.Div(dy, x),
+    Sin=lambda e, x, dy: e.Mul(dy, e.Cos(x)),
+    Cos=lambda e, x, dy: e.Neg(e.Mul(dy, e.Sin(x))),
+    Asin=lambda e, x, dy: e.Div(dy, _arc(e, x)),
+    Acos=lambda e, x, dy: e.Neg(e.Div(dy, _arc(e, x))),
+    Sinh=lambda e, x, dy: _times_cosh(e, dy, x),
+    # sinh as tanh * cosh: the difference of two exponentials cancels near 0.
+    Cosh=lambda e, x, dy: _times_cosh(e, e.Mul(dy, e.Tanh(x)), x),
+    Erf=lambda e, x, dy: e.Mul(dy, rounded_once(e, _erf_slope, x, 5.0)),
+)
+pointwise(
+    "y0 dy0",
+    Exp=lambda e, y, dy: e.Mul(dy, y),
+    Reciprocal=lambda e, y, dy: e.Neg(e.Mul(e.Mul(dy, y), y)),
+    # dy / (2 y): half of dy may be too small for 16 bit.
+    Sqrt=lambda e, y, dy: e.Div(dy, e.Mul(y, e.like(2, y))),
+    # dy (y² + 1), without the square alone: it leaves fp16 from 256 on.
+    Tan=lambda e, y, dy: e.Add(e.Mul(e.Mul(dy, y), y), dy),
+)
 
 
 def _arc(e: Emitter, x: Value) -> Value:
     """The square root of 1 - x²."""
     one = e.like(1, x)
     return e.Sqrt(e.Mul(e.Sub(one, x), e.Add(one, x)))
-
-
-@gradient("Asin", reads="x0 dy0", native=True)
-def asin(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    return [e.Div(dy, _arc(e, x))]
-
-
-@gradient("Acos", reads="x0 dy0", native=True)
-def acos(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    return [e.Neg(e.Div(dy, _arc(e, x)))]
 
 
 def _square_and_one(e: Emitter, x: Value) -> tuple[Value | None, Value]:
@@ -93,17 +68,6 @@ def _times_cosh(e: Emitter, dy: Value, x: Value) -> Value:
     return e.Add(e.Mul(e.Mul(dy, root), root), e.Div(e.Div(dy, root), root))
 
 
-@gradient("Sinh", reads="x0 dy0", native=True)
-def sinh(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    return [_times_cosh(e, dy, x)]
-
-
-@gradient("Cosh", reads="x0 dy0", native=True)
-def cosh(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    # sinh as tanh * cosh: the difference of two exponentials cancels near 0.
-    return [_times_cosh(e, e.Mul(dy, e.Tanh(x)), x)]
-
-
 @gradient("Asinh", reads="x0 dy0", native=True)
 def asinh(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
     m, s = _square_and_one(e, x)
@@ -120,11 +84,6 @@ def acosh(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
 def atanh(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
     one = e.like(1, x)
     return [e.Div(e.Div(dy, e.Sub(one, x)), e.Add(one, x))]
-
-
-@gradient("Erf", reads="x0 dy0", native=True)
-def erf(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
-    return [e.Mul(dy, rounded_once(e, _erf_slope, x, 5.0))]
 
 
 def _erf_slope(e: Emitter, x: Value) -> Value:

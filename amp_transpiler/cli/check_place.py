@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from amp_transpiler.cli.terminal import number, printable
+from amp_transpiler.cli.terminal import many, number, printable
 from amp_transpiler.conversion.check_model import check_model
 from amp_transpiler.lists import USUAL_PLACE, place_kinds
 
@@ -18,13 +18,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=USUAL_PLACE,
         help="whose kernels and roundings count (default: %(default)s); no device is needed",
     )
-    parser.add_argument(
-        "--data",
-        nargs="+",
-        action="extend",
-        metavar="FILE",
-        help="samples of the inputs: npz files, or folders of npz or npy files (default: one sample of normal numbers)",
-    )
+    samples = "samples of the inputs: npz files, or folders of npz or npy files (default: one sample of normal numbers)"
+    many(parser, "--data", "FILE", samples)
     parser.add_argument(
         "--tolerance",
         type=number,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from amp_transpiler.cli.terminal import number
+from amp_transpiler.cli.terminal import many, number
 from amp_transpiler.conversion.conversion_options import MODES, TOLERANCE, ConversionOptions
 from amp_transpiler.lists import half_places
 
@@ -29,9 +29,6 @@ def add_conversion_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("input", metavar="IN.onnx")
     parser.add_argument("output", metavar="OUT.onnx")
     add_precision_options(parser)
-
-    def many(group: argparse._ActionsContainer, flag: str, metavar: str, text: str) -> None:
-        group.add_argument(flag, nargs="+", action="extend", metavar=metavar, help=text)
 
     where = parser.add_argument_group("what becomes 16 bit")
     many(where, "--white-list", "OP", "operators to run in 16 bit")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from amp_transpiler.cli.terminal import printable
+from amp_transpiler.cli.terminal import many, printable
 from amp_transpiler.conversion.converting import convert
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.types import HALF
@@ -17,6 +17,8 @@ from amp_transpiler.program import Program
 from amp_transpiler.runtime.states import fits
 
 _PLACE = "cuda"
+#: The option --shape, wherever it is.
+SIZES, OF_SIZES = "NAME=SIZE,SIZE", "sizes of an input that are not fixed, such as image=8,3,224,224"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -29,16 +31,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "they pay",
     )
     costs.add_argument("--place", choices=sorted(PLACES), help=f"default: {_PLACE}")
-    costs.add_argument(
-        "--shape",
-        nargs="+",
-        action="extend",
-        metavar="NAME=SIZE,SIZE",
-        help="sizes of an input that are not fixed, such as image=8,3,224,224",
-    )
-    costs.add_argument(
-        "--device", nargs="+", action="extend", metavar="NAME", help=f"default: all of {', '.join(devices())}"
-    )
+    many(costs, "--shape", SIZES, OF_SIZES)
+    many(costs, "--device", "NAME", f"default: all of {', '.join(devices())}")
 
 
 def show(program: Program, options: argparse.Namespace) -> None:

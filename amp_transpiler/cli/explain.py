@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 
 from amp_transpiler.cli import pass_tables
 from amp_transpiler.cli.conversion_arguments import add_precision_options
@@ -16,6 +15,7 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.patterns import matching, pattern_of
 from amp_transpiler.passes.view.names import label as plain_label
 from amp_transpiler.program import Program
+from amp_transpiler.spelling import near_names
 
 _EXAMPLES = 3
 
@@ -70,8 +70,7 @@ def _chosen(program: Program, nodes: list[str]) -> list[Operator]:
         try:
             found.update(dict.fromkeys(matching(ops, [node], "explain")))
         except ArgumentError:
-            near = difflib.get_close_matches(node, [*made, *(op.name for op in ops if op.name)], 3)
-            hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+            hint = near_names(node, [*made, *(op.name for op in ops if op.name)], "; ")
             raise ArgumentError(f"explain: the model has no operator or tensor {node!r}{hint}") from None
     return list(found)
 

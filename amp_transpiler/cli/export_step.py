@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from amp_transpiler.cli.cost import shapes
-from amp_transpiler.cli.terminal import number
+from amp_transpiler.cli.cost import OF_SIZES, SIZES, shapes
+from amp_transpiler.cli.terminal import many, number
 from amp_transpiler.cli.training_options import add_training_options, training_options
 from amp_transpiler.export.model_step import export_model_step
 from amp_transpiler.finetune.options import options_of
@@ -45,13 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("input", metavar="IN.onnx")
     parser.add_argument("folder", metavar="FOLDER", help="a new folder for the step: docs/exported_steps.md")
-    parser.add_argument(
-        "--shape",
-        nargs="+",
-        action="extend",
-        metavar="NAME=SIZE,SIZE",
-        help="sizes of an input that are not fixed, such as image=8,3,224,224; the batch is the first",
-    )
+    many(parser, "--shape", SIZES, f"{OF_SIZES}; the batch is the first")
     parser.add_argument(
         "--place",
         choices=sorted(PLACES),
@@ -59,13 +53,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="what it is for (default: cpu); more than once: one folder for several places",
     )
     parser.add_argument("--steps", type=number, metavar="N", help="updates in all, for a schedule, which ends")
-    parser.add_argument(
-        "--calibration",
-        nargs="+",
-        action="extend",
-        metavar="FILE",
-        help="samples of the inputs, npz files or folders: what leaves the range of float16 on them stays fp32",
-    )
+    samples = "samples of the inputs, npz files or folders: what leaves the range of float16 on them stays fp32"
+    many(parser, "--calibration", "FILE", samples)
     parser.add_argument(
         "--portable", action="store_true", help="for CPU: the same bits under every build of onnxruntime, such as wasm"
     )

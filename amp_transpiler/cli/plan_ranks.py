@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from amp_transpiler.cli.cost import shapes
-from amp_transpiler.cli.terminal import number
+from amp_transpiler.cli.terminal import many, number
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.finetune.options import MODES
 from amp_transpiler.finetune.prepare import prepare_training
@@ -28,9 +28,7 @@ OPTIONS = ("mode", *_PLANNED)
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``info`` that ask for a plan."""
     ranks = parser.add_argument_group("training on several ranks with Adam, forecast; nothing runs (also: --shape)")
-    ranks.add_argument(
-        "--ranks", nargs="+", action="extend", metavar="N", help="how many, such as 1 8 64; needs --bandwidth"
-    )
+    many(ranks, "--ranks", "N", "how many, such as 1 8 64; needs --bandwidth")
     ranks.add_argument("--mode", choices=MODES, help=f"precision to train in (default: {_MODE})")
     ranks.add_argument(
         "--bandwidth", type=number, metavar="GB/S", help="what a node sends to others; 100 Gbit/s are 12.5"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from types import TracebackType
 from typing import Self
 
 from amp_transpiler.cli.terminal import complain
@@ -35,9 +34,7 @@ class Voice:
             sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.rank:
             sys.stdout.close()
         sys.stdout, sys.stderr = self._streams

@@ -7,6 +7,7 @@ window, or turn the direction of a line. :func:`printable` is for one name in a 
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import warnings
@@ -58,6 +59,11 @@ def typed(argument: str) -> str:
         return argument.encode("utf-8", "surrogateescape").decode("utf-8")
     except UnicodeDecodeError:
         return argument
+
+
+def many(group: argparse._ActionsContainer, flag: str, metavar: str, text: str) -> None:
+    """An option that takes several words, and may come several times."""
+    group.add_argument(flag, nargs="+", action="extend", metavar=metavar, help=text)
 
 
 def number(text: str) -> float | int | str:

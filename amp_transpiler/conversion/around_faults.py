@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import onnx
 
@@ -20,7 +18,7 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.lists import TARGET_OPSET, faults
-from amp_transpiler.ops.place_bodies import body_of
+from amp_transpiler.ops.place_bodies import Asked, body_of
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.numerics.quantised import loads_at
 from amp_transpiler.passes.pipeline import Context, Pass, Property
@@ -34,7 +32,6 @@ _PADS_INPUT = 11
 _EARLIER = 20
 
 
-@dataclass(frozen=True)
 class AroundFaults(Pass):
     """What the place's kernels compute wrongly, or fail at, in fp32 too is written in another way: some convolutions
     with channels of zeros, the others as what stands for them in a lowered program."""
@@ -108,7 +105,7 @@ def _body(kind: str) -> Entry:
             if data is not None:  # sizes and axes
                 e.initializers[v.name] = onnx.numpy_helper.from_array(as_array(data), v.name)
         results = [_value(v) for v in op.outputs if v is not None]
-        values = write and write(e, op.attrs, [None if v is None else _value(v) for v in inputs], results)
+        values = write and write(e, Asked(op.attrs, results), *(None if v is None else _value(v) for v in inputs))
         if not values or op.program.opset() < _EARLIER:
             raise GraphError(f"operator '{op.label}' ({op.type}) stays as it is, and its kernel there is wrong")
         made = known | {n: d.const(onnx.numpy_helper.to_array(t)) for n, t in e.initializers.items() if n not in known}

@@ -309,7 +309,6 @@ def _why(output: str, error: float) -> str:
     return " (the rest is what inputs and outputs in 16 bit, or operators that have no fp32 form, lose)"
 
 
-@dataclass(frozen=True)
 class Search(Pass):
     """Calibration data decides: what does not fit the type on it stays fp32, and in auto mode what adds most error."""
 

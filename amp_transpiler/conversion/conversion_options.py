@@ -13,8 +13,7 @@ from amp_transpiler.lists import USUAL_PLACE, AutoMixedPrecisionLists, half_plac
 from amp_transpiler.option_checks import choice, flag, number, shown, strings, switch, whole
 from amp_transpiler.passes.lowering.place import Place, kind_of
 from amp_transpiler.passes.pipeline import Context, Pass, Value, option
-from amp_transpiler.spelling import MODES as SPELLINGS
-from amp_transpiler.spelling import TYPES, read_as
+from amp_transpiler.spelling import MODES as SPELLINGS, TYPES, read_as
 
 MODES = ("pure", "mixed", "auto")
 #: Relative L2 error of an output that is allowed where the caller names none.
@@ -178,7 +177,6 @@ class _Lists(AutoMixedPrecisionLists):
 OPTIONS: Value[ConversionOptions] = Value("options", ConversionOptions)
 
 
-@dataclass(frozen=True)
 class Options(Pass):
     """What a conversion is asked for is checked: its mode, type, lists and patterns."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import onnx
 
@@ -32,7 +31,6 @@ def keep_sparse(program: Graph, constraints: Constraints) -> None:
         constraints.keep_tensor(variable, Reason(Kind.SPARSE, written_name(variable)))
 
 
-@dataclass(frozen=True)
 class DenseConstants(Pass):
     """Sparse constants of floats become dense; what reads one of more than 2^26 elements stays float32, with a note."""
 

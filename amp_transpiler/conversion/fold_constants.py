@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy as np
@@ -372,7 +371,6 @@ def _constant(variable: Variable) -> np.ndarray | None:
     return as_array(data) if data is not None and byte_size(*tensor_type(data)) <= LARGEST else None
 
 
-@dataclass(frozen=True)
 class FoldConstants(Pass):
     """Shape arithmetic and constant branches become their results; no-operations and what nobody reads go."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from amp_transpiler.conversion.conversion_options import OPTIONS
 from amp_transpiler.conversion.protected import converted, protected
 from amp_transpiler.ir.graph import Graph
@@ -12,7 +10,6 @@ from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.view.typing import programs
 
 
-@dataclass(frozen=True)
 class InvertTriangles(Pass):
     """Loops over rows that invert a unit triangular matrix, unrolled by an exporter, become products of blocks."""
 

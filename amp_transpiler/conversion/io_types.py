@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 
 from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions
 from amp_transpiler.errors import ArgumentError
@@ -126,7 +125,6 @@ def _cast_of(variable: Variable, dtype: str) -> Operator | None:
     return None
 
 
-@dataclass(frozen=True)
 class NarrowIo(Pass):
     """float32 inputs and outputs that need not keep their type become 16 bit, under their names."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
 
 from amp_transpiler.conversion.conversion_options import OPTIONS
 from amp_transpiler.conversion.io_types import io_to_narrow
@@ -20,7 +19,6 @@ from amp_transpiler.passes.precision.widen import widen
 from amp_transpiler.passes.view.typing import programs
 
 
-@dataclass(frozen=True)
 class WidenOther(Pass):
     """A model whose weights are of the 16-bit type that is not asked for becomes the fp32 one that it stands for."""
 

@@ -8,8 +8,6 @@ as the channels of one image do, no product comes first: the matrix then has as 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from amp_transpiler.conversion.conversion_options import OPTIONS
 from amp_transpiler.conversion.protected import converted, protected
 from amp_transpiler.ir.graph import Graph
@@ -20,7 +18,6 @@ from amp_transpiler.passes.view.of_type import of_type
 from amp_transpiler.passes.view.typing import programs
 
 
-@dataclass(frozen=True)
 class ProductsFirst(Pass):
     """A product with one matrix comes before the transposition of its rows, which onnxruntime fails at in float16."""
 

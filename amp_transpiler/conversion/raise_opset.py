@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from functools import cache, partial
 
 from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions
@@ -149,7 +148,6 @@ def _lost(program: Graph, before: Graph, after: Graph, has: _HasKernel) -> list[
     return sorted(kind for kind in kinds if has(kind, "float32", old) and not has(kind, "float32", new))
 
 
-@dataclass(frozen=True)
 class RaiseOpset(Pass):
     """Operators of ai.onnx are rewritten to a later opset, where more of them can then run in 16 bit; what has no
     kernel there, in others."""

@@ -169,7 +169,6 @@ def _bias(op: Operator, size: int) -> int | None:
     return None
 
 
-@dataclass(frozen=True)
 class RescaleFactors(Pass):
     """Factors that float16 holds too coarsely, of what is only added to something, are split off a power of two."""
 

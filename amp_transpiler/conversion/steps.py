@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions
 from amp_transpiler.conversion.dense_constants import keep_sparse
@@ -150,7 +149,6 @@ def _because(why: Reason, title: str, dtype: str, opset: int) -> str:
     return ""
 
 
-@dataclass(frozen=True)
 class FreezeWeights(Pass):
     """Weights and statistics that carry their content become constants: nobody trains the program."""
 
@@ -161,7 +159,6 @@ class FreezeWeights(Pass):
         return become_constants(graph)
 
 
-@dataclass(frozen=True)
 class Constrain(Pass):
     """What is known against 16 bit is collected: constants, ranges, squares, integers as floats, places in images."""
 
@@ -176,7 +173,6 @@ class Constrain(Pass):
         return False
 
 
-@dataclass(frozen=True)
 class Partition(Pass):
     """Operators that nothing binds run where the whole moves the fewest bytes, and casts are inserted."""
 

@@ -5,8 +5,6 @@ A file that was optimised for CPUs has them; the runtime of another place fuses 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions
 from amp_transpiler.conversion.protected import converted, protected
 from amp_transpiler.ir.contrib_types import DOMAIN
@@ -21,7 +19,6 @@ _PRODUCTS = {f"{DOMAIN}::FusedConv": "Conv", f"{DOMAIN}::FusedGemm": "Gemm"}
 _APART = 11
 
 
-@dataclass(frozen=True)
 class WriteFused(Pass):
     """A convolution or product that is fused with its activation is written apart where the place has kernels of the
     parts alone in 16 bit."""

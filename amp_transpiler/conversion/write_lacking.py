@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions
 from amp_transpiler.conversion.protected import converted, protected
 from amp_transpiler.errors import GraphError
@@ -16,7 +14,6 @@ from amp_transpiler.passes.view.of_type import of_type
 from amp_transpiler.passes.view.typing import programs
 
 
-@dataclass(frozen=True)
 class WriteLacking(Pass):
     """An operator of which the place has no kernel in 16 bit is written in others of which it has, where these give the
     same to a rounding."""

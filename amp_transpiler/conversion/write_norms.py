@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from amp_transpiler.conversion.conversion_options import OPTIONS
 from amp_transpiler.conversion.protected import converted, protected
 from amp_transpiler.ir.graph import Graph
@@ -21,7 +19,6 @@ from amp_transpiler.passes.view.typing import programs
 _LAYER_NORM = 17
 
 
-@dataclass(frozen=True)
 class WriteNorms(Pass):
     """Norms, mean squares, magnitudes and lengths that are written out become operators that compute in fp32 inside,
     and floors under the sum of shares numbers of float16."""

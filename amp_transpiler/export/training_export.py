@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ExecutionError
+from amp_transpiler.errors import ArgumentError, ExecutionError
 from amp_transpiler.export.folder import checked_folder, write_folder
 from amp_transpiler.export.manifest import PlaceStep, manifest_of
 from amp_transpiler.export.older_builds import for_older_builds
@@ -19,7 +19,7 @@ from amp_transpiler.ir.gc_pause import collector_paused
 from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.lists import place_traits
-from amp_transpiler.option_checks import is_whole, shown
+from amp_transpiler.option_checks import is_whole, shown, switch
 from amp_transpiler.passes.lowering.exchanges import has_exchanges
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.passes.lowering.place import Place, arithmetic_of, check_place
@@ -133,8 +133,7 @@ def _checked_places(given: Any, portable: Any) -> dict[Place, bool]:
     if twice or not places:
         wrong = f"two places for {twice}" if twice else "no place"
         raise ArgumentError(f"{CALL}: {wrong}; a folder has one step for each kind of place, at least one")
-    if not isinstance(portable, bool):
-        raise ArgumentTypeError(f"{CALL}: portable is {portable!r}; expected True or False")
+    portable = switch(f"{CALL}: portable", portable)
     found = {place: portable and place_traits(place.kind).emulates for place in places}
     if portable and not any(found.values()):
         raise ArgumentError(

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from amp_transpiler.errors import MissingPackageError, ModelFileWriteError
@@ -84,9 +83,7 @@ class Log:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for writer in (self._steps, self._board):
             if writer is not None:
                 with suppress(ModelFileWriteError) if self._ended else self._kept_going():

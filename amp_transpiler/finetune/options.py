@@ -12,8 +12,7 @@ from amp_transpiler.finetune.metrics import METRICS, default_metric, fits_loss
 from amp_transpiler.finetune.train_mode import check_batch_norm
 from amp_transpiler.ir.seeded import LARGEST_SEED
 from amp_transpiler.option_checks import choice, flag, is_real, number, strings, switch, whole
-from amp_transpiler.spelling import MODES as MODE_SPELLINGS
-from amp_transpiler.spelling import TYPES, read_as
+from amp_transpiler.spelling import MODES as MODE_SPELLINGS, TYPES, read_as
 
 LOSSES = ("cross_entropy", "mse", "bce_with_logits", "kl_div")
 OPTIMIZERS = {"sgd": "SGD", "momentum": "Momentum", "adam": "Adam", "adamw": "AdamW", "lamb": "Lamb"}

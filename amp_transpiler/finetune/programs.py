@@ -17,8 +17,7 @@ from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.lists import AutoMixedPrecisionLists
-from amp_transpiler.nn import data
-from amp_transpiler.nn import functional as F
+from amp_transpiler.nn import data, functional as F
 from amp_transpiler.optimizer import LossScaler, decorate
 from amp_transpiler.program import Program, program_guard
 

@@ -8,7 +8,6 @@ Every change goes through the methods of this module, which keep edges and order
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence, ValuesView
 from itertools import count, takewhile
 from typing import Any, Self
@@ -28,6 +27,7 @@ from amp_transpiler.ir.seeded import Seeded
 from amp_transpiler.ir.startup import HasStartup
 from amp_transpiler.ir.types import check_declared, element_type
 from amp_transpiler.option_checks import shown
+from amp_transpiler.spelling import near_names
 
 Slots = Sequence[Variable | None]
 _numbers = count()
@@ -116,8 +116,7 @@ class Graph(HasStartup, Seeded):
         """The variable called ``name``; GraphError with near names where there is none."""
         found = self._variables.get(name) if isinstance(name, str) else None
         if found is None:
-            near = difflib.get_close_matches(str(name), self._variables, 3)
-            hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+            hint = near_names(name, self._variables, "; ")
             raise GraphError(f"program '{self.name}' has no variable '{name}'{hint}")
         return found
 

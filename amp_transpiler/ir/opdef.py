@@ -189,28 +189,28 @@ def own(type_: str) -> str:
 
 
 def lowering_rule(
-    full_type: str,
-    *,
+    *full_types: str,
     native: bool = False,
     when: Callable[[Operator], bool] | None = None,
     kernels: str = "",
     infer: Infer | None = None,
     slots: Slots | None = None,
 ) -> Callable[[AnyRule], AnyRule]:
-    """Register the decorated function as the lowering rule of an operator: ``f(e, op, *inputs) -> [outputs]``.
+    """Register the decorated function as the lowering rule of operators: ``f(e, op, *inputs) -> [outputs]``.
 
     It is for operators that ``when`` names, and on places without the trait ``kernels`` for all of the type. With
     ``slots`` and without ``infer`` every output is the new value of an input, of its element type and shape.
     """
 
     def register(function: AnyRule) -> AnyRule:
-        found = entry(full_type)
-        found.lowering, found.native, found.when, found.kernels = function, native, when, kernels
-        written_out(full_type)
-        if slots is not None:
-            found.slots = slots
-            found.infer = lambda op: [None if v is None else (v.dtype, v.shape) for v in slots.states(op.inputs)]
-        found.infer = infer or found.infer
+        for full_type in full_types:
+            found = entry(full_type)
+            found.lowering, found.native, found.when, found.kernels = function, native, when, kernels
+            written_out(full_type)
+            if slots is not None:
+                found.slots = slots
+                found.infer = lambda op: [None if v is None else (v.dtype, v.shape) for v in slots.states(op.inputs)]
+            found.infer = infer or found.infer
         return function
 
     return register
@@ -383,11 +383,12 @@ def differentiated(op: Operator) -> str | None:
     return f"{domain}::{type_}" if domain else type_
 
 
-def for_test(full_type: str) -> Callable[[Callable[[Operator], None]], Callable[[Operator], None]]:
-    """Register how ``Program.clone(for_test=True)`` changes an operator."""
+def for_test(*full_types: str) -> Callable[[Callable[[Operator], None]], Callable[[Operator], None]]:
+    """Register how ``Program.clone(for_test=True)`` changes operators."""
 
     def register(function: Callable[[Operator], None]) -> Callable[[Operator], None]:
-        entry(full_type).for_test = function
+        for full_type in full_types:
+            entry(full_type).for_test = function
         return function
 
     return register

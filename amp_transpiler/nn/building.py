@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -39,6 +39,12 @@ def append(
 ) -> Variable:
     """Add an operator with one output; see :func:`append_many`."""
     return append_many(call, type_, inputs, 1, attrs=attrs, prefix=prefix)[0]
+
+
+def appending(call: str, prefix: str | None = None) -> Callable[..., Variable]:
+    """``append`` for several operators of a call, under one prefix: ``put("Gather", table, x, axis=0)``."""
+    one = prefix or fresh(call)
+    return lambda type_, *inputs, **attrs: append(call, type_, inputs, attrs=attrs, prefix=one)
 
 
 def append_many(

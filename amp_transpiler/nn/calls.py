@@ -29,6 +29,14 @@ class OfOneVariable(Protocol):
     def __call__(self, x: Variable, *, name: str | None = None) -> Variable: ...
 
 
+class OfTwoOperands(Protocol):
+    """The type of a function of two operands, one of them a variable."""
+
+    __name__: str
+
+    def __call__(self, x: Any, y: Any, *, name: str | None = None) -> Variable: ...
+
+
 def function(*tables: str) -> Callable[[Called], Called]:
     """A public function of variables.
 
@@ -53,14 +61,19 @@ def function(*tables: str) -> Callable[[Called], Called]:
     return carry
 
 
-def member(
-    shared: Callable[Concatenate[Kind, Own], Variable], kind: Kind, name: str, *tables: str
-) -> Callable[Own, Variable]:
+def family(shared: Callable[Concatenate[Kind, Own], Variable], kind: Kind, name: str) -> Callable[Own, Variable]:
     """The function ``name`` of a family: ``shared``, whose first argument is ``kind``, which its docstring shows."""
     called = partial(shared, kind)
     told = inspect.cleandoc(shared.__doc__ or "").format(kind)
     vars(called).update(__name__=name, __qualname__=name, __module__=shared.__module__, __doc__=told)
-    return cast(Callable[Own, Variable], function(*tables)(called))
+    return called
+
+
+def member(
+    shared: Callable[Concatenate[Kind, Own], Variable], kind: Kind, name: str, *tables: str
+) -> Callable[Own, Variable]:
+    """:func:`family` for a public function of variables; see :func:`function`."""
+    return function(*tables)(family(shared, kind, name))
 
 
 class _Simple(NamedTuple):

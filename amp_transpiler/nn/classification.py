@@ -15,6 +15,7 @@ from amp_transpiler.nn.building import (
     INTEGER,
     append,
     append_many,
+    appending,
     axis_of,
     constant,
     describe,
@@ -146,10 +147,7 @@ def _smooth_cross_entropy(
 
     No label of e / classes is written, of which 16 bit has few digits where classes are many.
     """
-
-    def put(type_: str, *inputs: Any, **attrs: Any) -> Variable:
-        return append(call, type_, inputs, attrs=attrs, prefix=prefix)
-
+    put = appending(call, prefix)
     loss, scores = _hard_cross_entropy(call, [logits, target], ignore, softmax, "none", prefix)
     below = put("NegativeLogLikelihoodLoss", scores, target, reduction="none", ignore_index=ignore)
     last = np.array([-1], np.int64)
@@ -180,10 +178,7 @@ def _soft_cross_entropy(
     prefix: str,
 ) -> Variable:
     """-sum(label * log(p)) over the classes, which come last."""
-
-    def put(type_: str, *inputs: Any, **attrs: Any) -> Variable:
-        return append(call, type_, inputs, attrs=attrs, prefix=prefix)
-
+    put = appending(call, prefix)
     classes = fixed(call, "input", logits, -1)
     if label.shape is not None and label.shape[-1] != classes:
         raise ArgumentError(f"{call}: soft label {describe(label)} must have {classes} classes, as {describe(logits)}")

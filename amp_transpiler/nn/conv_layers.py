@@ -2,11 +2,6 @@
 
 Each layer ``conv<n>d`` and ``conv<n>d_transpose`` creates its filters and bias; the functions of the same names in
 :mod:`amp.nn.functional` take them.
-
-``x``: float [batch, channels, axis, …], channels known; with ``data_format`` "NLC", "NHWC", "NDHWC" its channels come
-last, and so do the result's (ONNX has its channels first: a transposition on either side). ``padding``: an integer, one
-for each axis, two for each axis (before, behind, before, …), pairs for each dimension, "VALID" (none) or "SAME"
-(ceil(size / stride) positions).
 """
 
 from __future__ import annotations
@@ -16,6 +11,7 @@ from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.nn.activation_functions import activate, check_activation
 from amp_transpiler.nn.building import describe, layer_name, whole
+from amp_transpiler.nn.calls import family
 from amp_transpiler.nn.conv_functions import Attributes, applied, groups_of, sliding, transposed
 from amp_transpiler.nn.initializer import Constant, Initializer, KaimingNormal, XavierUniform
 from amp_transpiler.nn.parameters import Attr, parameter, required
@@ -44,15 +40,19 @@ def _kernel_of(
     return kernel
 
 
-# -- layers -------------------------------------------------------------------------------------------------
-#: Of a layer: param_attr, bias_attr, act and name.
-_Common = tuple[Attr, Attr, str | None, str | None]
-
-
 def _layer(
-    type_: str, at: Image, attrs: Attributes, shape: list[int], filters: int, start: Initializer, common: _Common
+    type_: str,
+    at: Image,
+    attrs: Attributes,
+    shape: list[int],
+    filters: int,
+    start: Initializer,
+    param_attr: Attr,
+    bias_attr: Attr,
+    act: str | None,
+    name: str | None,
 ) -> Variable:
-    call, (param_attr, bias_attr, act, name) = at.call, common
+    call = at.call
     check_activation(call, act)
     required(call, "param_attr", param_attr)
     name = layer_name(call, name)
@@ -68,102 +68,59 @@ def _convolution(
     x: Variable,
     num_filters: int,
     filter_size: Sizes,
-    stride: Sizes,
-    padding: Padding,
-    dilation: Sizes,
-    groups: int | None,
-    data_format: str | None,
-    common: _Common,
+    stride: Sizes = 1,
+    padding: Padding = 0,
+    dilation: Sizes = 1,
+    groups: int | None = 1,
+    param_attr: Attr = None,
+    bias_attr: Attr = None,
+    act: str | None = None,
+    name: str | None = None,
+    data_format: str | None = None,
 ) -> Variable:
+    """{0}-D convolution (cross-correlation) with a bias.
+
+    ``x``: float [batch, channels, *sizes], channels known; with ``data_format`` "NLC", "NHWC" or "NDHWC" its channels
+    come last, and so do the result's (ONNX has its channels first: a transposition on either side). ``padding``: an
+    integer, one for each axis, two for each axis (before, behind, before, …), pairs for each dimension, "VALID" (none)
+    or "SAME" (ceil(size / stride) positions). Filters w_0 [num_filters, channels / groups, *filter_size], in this order
+    for every layout, start Kaiming normal (standard deviation sqrt(2 / fan in), as Paddle's where there is one group),
+    the bias b_0 [num_filters] at 0. ArgumentError: unknown channels, groups that do not divide them, a filter larger
+    than the padded image.
+    """
     call = f"conv{rank}d"
     at = image(call, x, rank, data_format)
     filters, kernel = whole(call, "num_filters", num_filters), numbers(call, "filter_size", filter_size, rank)
     group = groups_of(call, groups, at.channels, filters, x)
     attrs = sliding(at, kernel, stride, padding, dilation, group)
     shape = [filters, at.channels // group, *kernel]
-    return _layer("Conv", at, attrs, shape, filters, KaimingNormal(), common)
+    return _layer("Conv", at, attrs, shape, filters, KaimingNormal(), param_attr, bias_attr, act, name)
 
 
-@paddle_arguments("nn.layer", "nn.cudnn")
-def conv1d(
-    x: Variable,
-    num_filters: int,
-    filter_size: Sizes,
-    stride: Sizes = 1,
-    padding: Padding = 0,
-    dilation: Sizes = 1,
-    groups: int | None = 1,
-    param_attr: Attr = None,
-    bias_attr: Attr = None,
-    act: str | None = None,
-    name: str | None = None,
-    data_format: str = "NCL",
-) -> Variable:
-    """1-D convolution (cross-correlation) with a bias: as :func:`conv2d`, over [batch, channels, length]."""
-    common = param_attr, bias_attr, act, name
-    return _convolution(1, x, num_filters, filter_size, stride, padding, dilation, groups, data_format, common)
-
-
-@paddle_arguments("nn.layer", "nn.cudnn")
-def conv2d(
-    x: Variable,
-    num_filters: int,
-    filter_size: Sizes,
-    stride: Sizes = 1,
-    padding: Padding = 0,
-    dilation: Sizes = 1,
-    groups: int | None = 1,
-    param_attr: Attr = None,
-    bias_attr: Attr = None,
-    act: str | None = None,
-    name: str | None = None,
-    data_format: str = "NCHW",
-) -> Variable:
-    """2-D convolution (cross-correlation) with a bias.
-
-    ``x``: float [batch, channels, height, width], channels known. ``padding``: see the module's text. Filters w_0
-    [num_filters, channels / groups, height, width], in this order for every layout, start Kaiming normal
-    (standard deviation sqrt(2 / fan in), as Paddle's where there is one group), the bias b_0 [num_filters] at 0.
-    ArgumentError: unknown channels, groups that do not divide them, a filter larger than the padded image.
-    """
-    common = param_attr, bias_attr, act, name
-    return _convolution(2, x, num_filters, filter_size, stride, padding, dilation, groups, data_format, common)
-
-
-@paddle_arguments("nn.layer", "nn.cudnn")
-def conv3d(
-    x: Variable,
-    num_filters: int,
-    filter_size: Sizes,
-    stride: Sizes = 1,
-    padding: Padding = 0,
-    dilation: Sizes = 1,
-    groups: int | None = 1,
-    param_attr: Attr = None,
-    bias_attr: Attr = None,
-    act: str | None = None,
-    name: str | None = None,
-    data_format: str = "NCDHW",
-) -> Variable:
-    """3-D convolution (cross-correlation) with a bias: as :func:`conv2d`, over [batch, channels, depth, height,
-    width]."""
-    common = param_attr, bias_attr, act, name
-    return _convolution(3, x, num_filters, filter_size, stride, padding, dilation, groups, data_format, common)
-
-
-def _transposition(
+def _transposed_convolution(
     rank: int,
     x: Variable,
     num_filters: int,
-    wanted: tuple[Sizes | None, Sizes | None],
-    stride: Sizes,
-    padding: Padding,
-    dilation: Sizes,
-    groups: int | None,
-    data_format: str | None,
-    common: _Common,
+    output_size: Sizes | None = None,
+    filter_size: Sizes | None = None,
+    stride: Sizes = 1,
+    padding: Padding = 0,
+    dilation: Sizes = 1,
+    groups: int | None = 1,
+    param_attr: Attr = None,
+    bias_attr: Attr = None,
+    act: str | None = None,
+    name: str | None = None,
+    data_format: str | None = None,
 ) -> Variable:
-    call, (output_size, filter_size) = f"conv{rank}d_transpose", wanted
+    """{0}-D transposed convolution (the gradient of :func:`conv{0}d` with respect to its input) with a bias.
+
+    Each axis becomes ``(size - 1) * stride - padding + dilation * (filter_size - 1) + 1`` long, padding on both sides
+    together; ``output_size`` asks for up to stride - 1 more, which needs known sizes, or stands for ``filter_size``
+    where that is left out. Filters w_0 [channels, num_filters / groups, *filter_size] start Xavier uniform, the bias
+    b_0 [num_filters] at 0. Other arguments and ArgumentError: as :func:`conv{0}d`, and an ``output_size`` out of reach.
+    """
+    call = f"conv{rank}d_transpose"
     at = image(call, x, rank, data_format)
     filters = whole(call, "num_filters", num_filters)
     group = groups_of(call, groups, at.channels, filters, x)
@@ -173,73 +130,11 @@ def _transposition(
         kernel = numbers(call, "filter_size", filter_size, rank)
     attrs = transposed(at, kernel, stride, padding, dilation, group, 0, output_size)
     shape = [at.channels, filters // group, *kernel]
-    return _layer("ConvTranspose", at, attrs, shape, filters, XavierUniform(), common)
+    return _layer("ConvTranspose", at, attrs, shape, filters, XavierUniform(), param_attr, bias_attr, act, name)
 
 
-@paddle_arguments("nn.layer", "nn.cudnn")
-def conv1d_transpose(
-    x: Variable,
-    num_filters: int,
-    output_size: Sizes | None = None,
-    filter_size: Sizes | None = None,
-    stride: Sizes = 1,
-    padding: Padding = 0,
-    dilation: Sizes = 1,
-    groups: int | None = 1,
-    param_attr: Attr = None,
-    bias_attr: Attr = None,
-    act: str | None = None,
-    name: str | None = None,
-    data_format: str = "NCL",
-) -> Variable:
-    """1-D transposed convolution: as :func:`conv2d_transpose`, over [batch, channels, length]."""
-    common, kernel = (param_attr, bias_attr, act, name), (output_size, filter_size)
-    return _transposition(1, x, num_filters, kernel, stride, padding, dilation, groups, data_format, common)
-
-
-@paddle_arguments("nn.layer", "nn.cudnn")
-def conv2d_transpose(
-    x: Variable,
-    num_filters: int,
-    output_size: Sizes | None = None,
-    filter_size: Sizes | None = None,
-    stride: Sizes = 1,
-    padding: Padding = 0,
-    dilation: Sizes = 1,
-    groups: int | None = 1,
-    param_attr: Attr = None,
-    bias_attr: Attr = None,
-    act: str | None = None,
-    name: str | None = None,
-    data_format: str = "NCHW",
-) -> Variable:
-    """2-D transposed convolution (the gradient of :func:`conv2d` with respect to its input) with a bias.
-
-    Each axis becomes ``(size - 1) * stride - padding + dilation * (filter_size - 1) + 1`` long, padding on both sides
-    together; ``output_size`` asks for up to stride - 1 more, which needs known sizes, or stands for ``filter_size``
-    where that is left out. Filters w_0 [channels, num_filters / groups, height, width] start Xavier uniform, the bias
-    b_0 [num_filters] at 0. ArgumentError: as :func:`conv2d`, and an ``output_size`` out of reach.
-    """
-    common, kernel = (param_attr, bias_attr, act, name), (output_size, filter_size)
-    return _transposition(2, x, num_filters, kernel, stride, padding, dilation, groups, data_format, common)
-
-
-@paddle_arguments("nn.layer", "nn.cudnn")
-def conv3d_transpose(
-    x: Variable,
-    num_filters: int,
-    output_size: Sizes | None = None,
-    filter_size: Sizes | None = None,
-    stride: Sizes = 1,
-    padding: Padding = 0,
-    dilation: Sizes = 1,
-    groups: int | None = 1,
-    param_attr: Attr = None,
-    bias_attr: Attr = None,
-    act: str | None = None,
-    name: str | None = None,
-    data_format: str = "NCDHW",
-) -> Variable:
-    """3-D transposed convolution: as :func:`conv2d_transpose`, over [batch, channels, depth, height, width]."""
-    common, kernel = (param_attr, bias_attr, act, name), (output_size, filter_size)
-    return _transposition(3, x, num_filters, kernel, stride, padding, dilation, groups, data_format, common)
+_carries = paddle_arguments("nn.layer", "nn.cudnn")
+conv1d, conv2d, conv3d = (_carries(family(_convolution, rank, f"conv{rank}d")) for rank in (1, 2, 3))
+conv1d_transpose, conv2d_transpose, conv3d_transpose = (
+    _carries(family(_transposed_convolution, rank, f"conv{rank}d_transpose")) for rank in (1, 2, 3)
+)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.nodes import OWN, Variable
 from amp_transpiler.ir.types import ONNX_TYPES
-from amp_transpiler.nn.building import FLOATING, INTEGER, LARGEST, append, describe, fixed, fresh, variable, whole
+from amp_transpiler.nn.building import FLOATING, INTEGER, LARGEST, appending, describe, fixed, fresh, variable, whole
 from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.classification import check_reduction
 from amp_transpiler.program import default_main_program
@@ -84,11 +82,7 @@ def ctc_greedy_decoder(
     classes = fixed(call, "x", variable(call, "x", x, dtypes=FLOATING, rank=3), 2)
     if whole(call, "blank", blank, 0) >= classes:
         raise ArgumentError(f"{call}: blank={blank}, but x {describe(x)} has {classes} classes")
-    prefix = fresh(call)
-
-    def add(type_: str, *inputs: Any, **attrs: Any) -> Variable:
-        return append(call, type_, inputs, attrs=attrs, prefix=prefix)
-
+    add = appending(call)
     one, along = np.ones(1, np.int64), np.array(1, np.int64)
     best = add("ArgMax", x, axis=2, keepdims=0)
     nothing = add("Sub", best, best)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from amp_transpiler.nn.building import (
     FLOATING,
     append,
     append_many,
+    appending,
     as_type,
     clip_bounds,
     constant,
@@ -24,7 +25,7 @@ from amp_transpiler.nn.building import (
     real,
     variable,
 )
-from amp_transpiler.nn.calls import function, simple
+from amp_transpiler.nn.calls import OfTwoOperands, function, member, simple
 from amp_transpiler.ops.training.random import MASK_ID
 from amp_transpiler.ops.training.seeds import rng_state
 from amp_transpiler.option_checks import choice, is_real
@@ -51,9 +52,8 @@ logical_not = simple("logical_not", "Not", "True where x (bool) is False.", dtyp
 @function()
 def rsqrt(x: Variable, *, name: str | None = None) -> Variable:
     """1 / sqrt(x). ``x``: float, any shape."""
-    variable("rsqrt", "x", x, dtypes=FLOATING)
-    prefix = fresh("rsqrt")
-    return append("rsqrt", "Reciprocal", [append("rsqrt", "Sqrt", [x], prefix=prefix)], prefix=prefix)
+    put = _putting("rsqrt", x)
+    return put("Reciprocal", put("Sqrt", x))
 
 
 @function()
@@ -106,8 +106,7 @@ def expm1(x: Variable, *, name: str | None = None) -> Variable:
 def _putting(call: str, x: Variable) -> Callable[..., Variable]:
     """What adds operators of a function of ``x``, checked to be float."""
     variable(call, "x", x, dtypes=FLOATING)
-    prefix = fresh(call)
-    return lambda type_, *inputs: append(call, type_, inputs, prefix=prefix)
+    return appending(call)
 
 
 # -- two operands -----------------------------------------------------------------------------------------------
@@ -120,52 +119,38 @@ def binary(call: str, type_: str, x: Any, y: Any) -> Variable:
     return append(call, type_, [operand(call, x, like), operand(call, y, like)])
 
 
-@function("nn.elementwise")
-def add(x: Any, y: Any, *, name: str | None = None) -> Variable:
-    """x + y, broadcast; one of them may be a number or an array."""
-    return binary("add", "Add", x, y)
+class _Pair(NamedTuple):
+    name: str
+    type: str
+    text: str
 
 
-@function("nn.elementwise")
-def subtract(x: Any, y: Any, *, name: str | None = None) -> Variable:
-    """x - y, broadcast; one of them may be a number or an array."""
-    return binary("subtract", "Sub", x, y)
+def _pair(kind: _Pair, x: Any, y: Any, *, name: str | None = None) -> Variable:
+    """{0.text}"""
+    return binary(kind.name, kind.type, x, y)
 
 
-@function("nn.elementwise")
-def multiply(x: Any, y: Any, *, name: str | None = None) -> Variable:
-    """x * y, broadcast; one of them may be a number or an array."""
-    return binary("multiply", "Mul", x, y)
+def _of_two(name: str, type_: str, text: str, *tables: str) -> OfTwoOperands:
+    """The function ``name`` of two operands that is one operator; ``text`` says what it computes."""
+    return member(_pair, _Pair(name, type_, text), name, *tables)
 
 
-@function("nn.elementwise")
-def divide(x: Any, y: Any, *, name: str | None = None) -> Variable:
-    """x / y, broadcast; one of them may be a number or an array."""
-    return binary("divide", "Div", x, y)
-
-
-@function("nn.elementwise")
-def pow(x: Any, y: Any, *, name: str | None = None) -> Variable:
-    """``x`` to the power ``y``, broadcast; one of them may be a number."""
-    return binary("pow", "Pow", x, y)
-
-
-@function("nn.elementwise")
-def maximum(x: Any, y: Any, *, name: str | None = None) -> Variable:
-    """The larger of x and y, broadcast; the gradient goes to x where they are equal."""
-    return binary("maximum", "Max", x, y)
-
-
-@function("nn.elementwise")
-def minimum(x: Any, y: Any, *, name: str | None = None) -> Variable:
-    """The smaller of x and y, broadcast; the gradient goes to x where they are equal."""
-    return binary("minimum", "Min", x, y)
-
-
-@function()
-def equal(x: Any, y: Any, *, name: str | None = None) -> Variable:
-    """True where x is y, broadcast."""
-    return binary("equal", "Equal", x, y)
+_NUMBER = "broadcast; one of them may be a number or an array."
+_SHARED = "broadcast; the gradient goes to x where they are equal."
+add = _of_two("add", "Add", f"x + y, {_NUMBER}", "nn.elementwise")
+subtract = _of_two("subtract", "Sub", f"x - y, {_NUMBER}", "nn.elementwise")
+multiply = _of_two("multiply", "Mul", f"x * y, {_NUMBER}", "nn.elementwise")
+divide = _of_two("divide", "Div", f"x / y, {_NUMBER}", "nn.elementwise")
+pow = _of_two("pow", "Pow", "``x`` to the power ``y``, broadcast; one of them may be a number.", "nn.elementwise")
+maximum = _of_two("maximum", "Max", f"The larger of x and y, {_SHARED}", "nn.elementwise")
+minimum = _of_two("minimum", "Min", f"The smaller of x and y, {_SHARED}", "nn.elementwise")
+equal = _of_two("equal", "Equal", "True where x is y, broadcast.")
+less_than = _of_two("less_than", "Less", "True where x < y, broadcast.")
+less_equal = _of_two("less_equal", "LessOrEqual", "True where x <= y, broadcast.")
+greater_than = _of_two("greater_than", "Greater", "True where x > y, broadcast.")
+greater_equal = _of_two("greater_equal", "GreaterOrEqual", "True where x >= y, broadcast.")
+logical_and = _of_two("logical_and", "And", "True where both (bool) are True, broadcast.")
+logical_or = _of_two("logical_or", "Or", "True where one of both (bool) is True, broadcast.")
 
 
 @function()
@@ -173,42 +158,6 @@ def not_equal(x: Any, y: Any, *, name: str | None = None) -> Variable:
     """True where x is not y, broadcast."""
     prefix = fresh("not_equal")
     return append("not_equal", "Not", [binary("not_equal", "Equal", x, y)], prefix=prefix)
-
-
-@function()
-def less_than(x: Any, y: Any, *, name: str | None = None) -> Variable:
-    """True where x < y, broadcast."""
-    return binary("less_than", "Less", x, y)
-
-
-@function()
-def less_equal(x: Any, y: Any, *, name: str | None = None) -> Variable:
-    """True where x <= y, broadcast."""
-    return binary("less_equal", "LessOrEqual", x, y)
-
-
-@function()
-def greater_than(x: Any, y: Any, *, name: str | None = None) -> Variable:
-    """True where x > y, broadcast."""
-    return binary("greater_than", "Greater", x, y)
-
-
-@function()
-def greater_equal(x: Any, y: Any, *, name: str | None = None) -> Variable:
-    """True where x >= y, broadcast."""
-    return binary("greater_equal", "GreaterOrEqual", x, y)
-
-
-@function()
-def logical_and(x: Variable, y: Variable, *, name: str | None = None) -> Variable:
-    """True where both (bool) are True, broadcast."""
-    return binary("logical_and", "And", x, y)
-
-
-@function()
-def logical_or(x: Variable, y: Variable, *, name: str | None = None) -> Variable:
-    """True where one of both (bool) is True, broadcast."""
-    return binary("logical_or", "Or", x, y)
 
 
 # -- selection --------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from amp_transpiler.nn.building import (
     FLOATING,
     INTEGER,
     append,
+    appending,
     constant,
     fixed,
     flag,
@@ -152,8 +153,7 @@ def _bags(call: str, x: Variable, offsets: Variable | None, mode: str) -> None:
 def _bagged(
     call: str, table: Variable, x: Variable, offsets: Variable | None, mode: str, padding: int | None, prefix: str
 ) -> Variable:
-    def add(type_: str, *inputs: Any, **attrs: Any) -> Variable:
-        return append(call, type_, inputs, attrs=attrs, prefix=prefix)
+    add = appending(call, prefix)
 
     def cast(value: Variable, dtype: str | None) -> Variable:
         return value if value.dtype == dtype else add("Cast", value, to=ONNX_TYPES[str(dtype)])

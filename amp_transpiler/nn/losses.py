@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.infer import differ
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import numpy_dtype
-from amp_transpiler.nn.building import FLOATING, append, constant, describe, fresh, real, variable
+from amp_transpiler.nn.building import FLOATING, append, appending, constant, describe, fresh, real, variable
 from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.classification import check_reduction, reduced
 from amp_transpiler.nn.elementwise_functions import cast
@@ -95,10 +93,7 @@ def bce_with_logits(
     """
     call = "bce_with_logits"
     prefix = _alike(call, input, label, reduction)
-
-    def put(type_: str, *inputs: Any) -> Variable:
-        return append(call, type_, inputs, prefix=prefix)
-
+    put = appending(call, prefix)
     # softplus(input) - input * label has p - 1 for a slope where the label is 1, of which 16 bit keeps nothing near 0.
     hit = put("Mul", label, put("Softplus", put("Neg", input)))
     if pos_weight is not None:
@@ -137,9 +132,7 @@ def binary_cross_entropy(
     """
     call = "binary_cross_entropy"
     prefix = _alike(call, input, label, reduction)
-
-    def put(type_: str, *inputs: Any) -> Variable:
-        return append(call, type_, inputs, prefix=prefix)
+    put = appending(call, prefix)
 
     def logarithm(p: Variable) -> Variable:
         positive = put("Greater", p, constant(p, 0))

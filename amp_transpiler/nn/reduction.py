@@ -15,6 +15,7 @@ from amp_transpiler.nn.building import (
     FLOATING,
     append,
     append_many,
+    appending,
     as_type,
     axes_of,
     axis_of,
@@ -159,10 +160,7 @@ def norm(
     if math.isinf(power):
         return _reduce(call, "ReduceMax" if power > 0 else "ReduceMin", sizes, axis, kept, prefix)
     largest = _or_one(call, _reduce(call, "ReduceMax", sizes, axis, True, prefix), prefix)
-
-    def put(type_: str, *inputs: Any) -> Variable:
-        return append(call, type_, inputs, prefix=prefix)
-
+    put = appending(call, prefix)
     powers = put("Pow", put("Div", sizes, largest), constant(x, power))
     root = put("Pow", _reduce(call, "ReduceSum", powers, axis, True, prefix), constant(x, 1 / power))
     size = put("Mul", root, largest)

@@ -16,7 +16,7 @@ from amp_transpiler.optimizer.levels import by_level, with_levels
 from amp_transpiler.optimizer.loss_scaling import scaling_attributes
 from amp_transpiler.optimizer.scaler import LossScaler
 from amp_transpiler.optimizer.update_rule import UpdateRule
-from amp_transpiler.option_checks import is_whole
+from amp_transpiler.option_checks import is_whole, switch
 
 _DEFAULT_SCALE = 2.0**15
 _DEFAULT_STEPS = {"incr_every_n_steps": 1000, "decr_every_n_nan_or_inf": 2, "incr_ratio": 2.0, "decr_ratio": 0.8}
@@ -85,14 +85,10 @@ def decorate(
             f"decorate: dtype is {dtype}, but amp_lists are for {amp_lists.dtype}; pass dtype="
             f"'{amp_lists.dtype}', or lists made with dtype='{dtype}'"
         )
-    for name, flag in (
-        ("use_dynamic_loss_scaling", use_dynamic_loss_scaling),
-        ("use_pure_fp16", use_pure_fp16),
-        ("use_fp16_guard", use_fp16_guard),
-        ("numeric_guards", numeric_guards),
-    ):
-        if not isinstance(flag, bool) and not (flag is None and name in ("use_fp16_guard", "numeric_guards")):
-            raise ArgumentTypeError(f"decorate: {name} is {flag!r}; expected True or False")
+    use_dynamic_loss_scaling = switch("decorate: use_dynamic_loss_scaling", use_dynamic_loss_scaling)
+    use_pure_fp16 = switch("decorate: use_pure_fp16", use_pure_fp16)
+    guard = use_pure_fp16 if use_fp16_guard is None else switch("decorate: use_fp16_guard", use_fp16_guard)
+    numeric_guards = None if numeric_guards is None else switch("decorate: numeric_guards", numeric_guards)
     scale = number("decorate", "init_loss_scaling", init_loss_scaling, 0, 2.0**128, open_low=True)
     if not LIMITS["float32"].holds(scale):
         raise ArgumentError(f"decorate: init_loss_scaling is {scale!r}, which fp32 does not hold")
@@ -121,7 +117,7 @@ def decorate(
         amp_lists or AutoMixedPrecisionLists(dtype=dtype),
         scaler,
         use_pure_fp16,
-        use_pure_fp16 if use_fp16_guard is None else use_fp16_guard,
+        guard,
         Accumulation(int(accumulate_steps)) if accumulate_steps > 1 else None,
         numeric_guards,
         travels,

@@ -23,6 +23,7 @@ from amp_transpiler.optimizer.state import (
     owned_name,
     shared_name,
 )
+from amp_transpiler.option_checks import switch
 from amp_transpiler.passes.step_check.check_step import check_step
 from amp_transpiler.passes.view.training_step import TrainingStep, training_step
 from amp_transpiler.program import Program, default_main_program, program_guard
@@ -56,10 +57,8 @@ class ExponentialMovingAverage:
     """
 
     def __init__(self, decay: float = 0.999, warmup: bool = False) -> None:
-        if not isinstance(warmup, bool):
-            raise ArgumentTypeError(f"ExponentialMovingAverage: warmup is {warmup!r}; expected True or False")
+        self.warmup = switch("ExponentialMovingAverage: warmup", warmup)
         self.decay = number("ExponentialMovingAverage", "decay", decay, 0, 1)
-        self.warmup = warmup
         self._program: Program | None = None
         #: Average, parameter, and master weight (None: it has none), by name.
         self._rows: list[tuple[str, str, str | None]] = []

@@ -21,7 +21,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.types import LIMITS
 from amp_transpiler.ops.training.scaling import RULE
 from amp_transpiler.optimizer.alarm import raise_alarm
-from amp_transpiler.option_checks import is_finite, is_whole
+from amp_transpiler.option_checks import is_finite, is_whole, switch
 
 _LARGEST = 2.0**128
 _FLAGS = ("dynamic", "accumulate", "hysteresis", "clamp_always", "finite_growth", "at_least", "error_at_floor")
@@ -93,8 +93,7 @@ class LossScaler:
 
     def __post_init__(self) -> None:
         for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise ArgumentTypeError(f"LossScaler: {name} is {getattr(self, name)!r}; expected True or False")
+            object.__setattr__(self, name, switch(f"LossScaler: {name}", getattr(self, name)))
         for name, low, high in (
             ("init_scale", 0, _LARGEST),
             ("growth_factor", 1, _LARGEST),

@@ -73,7 +73,6 @@ WINDOW: Value[dict[Variable, Variable]] = Value("window", dict)
 UPDATES: Value[list[Operator]] = Value("updates", list)
 
 
-@dataclass(frozen=True)
 class ScaleLoss(Pass):
     """The sum of the losses, in fp32, is multiplied by the loss scale, which is new state."""
 
@@ -96,7 +95,6 @@ class ScaleLoss(Pass):
         context[SCALED_LOSS] = scaled
 
 
-@dataclass(frozen=True)
 class Accumulate(Pass):
     """Gradients are added up over the runs of an accumulation window."""
 
@@ -112,7 +110,6 @@ class Accumulate(Pass):
             context[GRADIENTS], context[WINDOW] = accumulation.add_up(step.program, step.startup, pairs)
 
 
-@dataclass(frozen=True)
 class Unscale(Pass):
     """Gradients are divided by the loss scale in fp32, and one verdict says whether all are finite."""
 
@@ -125,7 +122,6 @@ class Unscale(Pass):
             context[STEP], context[GRADIENTS] = _all_unscaled(step, pairs, context[TRAINING].allreduce_precision)
 
 
-@dataclass(frozen=True)
 class AllReduce(Pass):
     """Gradients that nobody unscales become their means over the ranks, where there are several."""
 
@@ -140,7 +136,6 @@ class AllReduce(Pass):
             context[GRADIENTS] = [(parameter, grad) for (parameter, _), grad in zip(pairs, grads, strict=True)]
 
 
-@dataclass(frozen=True)
 class PostAllReduce(Pass):
     """Callbacks of the user's work on the gradients of all ranks, which are unscaled, before they are clipped."""
 
@@ -154,7 +149,6 @@ class PostAllReduce(Pass):
             context[GRADIENTS] = called(callbacks, pairs, "post_allreduce_callbacks")
 
 
-@dataclass(frozen=True)
 class GateState(Pass):
     """State that the forward pass writes keeps its value where the verdict is bad."""
 
@@ -175,7 +169,6 @@ class GateState(Pass):
         context[WINDOW] = {**sums, **forward}
 
 
-@dataclass(frozen=True)
 class UpdateScale(Pass):
     """The loss scale and its counts follow the verdict."""
 
@@ -189,7 +182,6 @@ class UpdateScale(Pass):
                 step.scale.append(context[TRAINING].scaler, step.found_inf, step.losses)
 
 
-@dataclass(frozen=True)
 class Update(Pass):
     """Gradients are clipped and parameters, masters and moments updated, unless the verdict is bad."""
 
@@ -209,7 +201,6 @@ class Update(Pass):
         context[STEP] = step.applied()
 
 
-@dataclass(frozen=True)
 class CloseWindow(Pass):
     """The program says that its step is spread over a window of runs, and what each of them updates."""
 

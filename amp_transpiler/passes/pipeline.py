@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import Enum
 from inspect import getdoc
-from typing import Any, ClassVar, Generic, TypeVar, overload
+from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform, overload
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError
 from amp_transpiler.ir.clone import clone
@@ -126,9 +126,11 @@ def option(default: str, *choices: str) -> str:
 PASSES: dict[str, type[Pass]] = {}
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
 @dataclass(frozen=True)
 class Pass(ABC):
-    """A change of a graph, or a question to it, with its options as fields; the docstring of a pass is its sentence.
+    """A change of a graph, or a question to it: a frozen dataclass, whose fields are its options, and whose docstring
+    is its sentence.
 
     ``name`` is that of its text. ``needs`` and ``guarantees`` are properties of the graph, or values; ``takes`` are
     values that it can do without. ``invalidates`` are properties that end. A pass that ``reads`` changes no graph;
@@ -151,7 +153,7 @@ class Pass(ABC):
         if known.__qualname__ != cls.__qualname__:
             taken = f"{known.__module__}.{known.__qualname__}"
             raise ArgumentError(f"pass {called} is called {name!r}, and so is {taken}; give it another name")
-        PASSES[name] = cls
+        PASSES[name] = dataclass(frozen=True)(cls)
 
     @classmethod
     def sentence(cls) -> str:

@@ -16,7 +16,8 @@ from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.heap import trim
 from amp_transpiler.runtime.missing import require
-from amp_transpiler.runtime.scope import Scope, check_scope, near_names
+from amp_transpiler.runtime.scope import Scope, check_scope
+from amp_transpiler.spelling import near_names
 
 
 @paddle_arguments("cast_parameters_to_fp16")

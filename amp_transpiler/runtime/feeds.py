@@ -14,7 +14,8 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Shape, Variable
 from amp_transpiler.ir.types import element_type, numpy_dtype
 from amp_transpiler.runtime import device_tensors
-from amp_transpiler.runtime.scope import literal, near_names
+from amp_transpiler.runtime.scope import literal
+from amp_transpiler.spelling import near_names
 
 #: Python numbers, which take the declared element type.
 LITERALS = (bool, int, float, list, tuple)

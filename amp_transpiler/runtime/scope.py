@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -24,6 +23,7 @@ from amp_transpiler.ops.training.master_names import master_names, mastered
 from amp_transpiler.passes.lowering.place import CPUPlace, Place
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.locks import StepLock
+from amp_transpiler.spelling import near_names
 
 
 class Scope:
@@ -139,7 +139,7 @@ class Scope:
                     f"variable '{name}' lies in the scope of rank {self.elsewhere[name]} alone: the optimizer's state "
                     f"is dealt out among the ranks. amp.distributed.find_var('{name}'), called on all of them, gives it"
                 )
-            hint = near_names(str(name), self._values) or "run the startup program first, into this scope"
+            hint = near_names(name, self._values) or "run the startup program first, into this scope"
             raise ScopeError(f"no variable '{name}' in the scope ({len(self._values)} variables); {hint}")
         return value
 
@@ -203,13 +203,6 @@ class Scope:
 def _rounds_to(master: np.ndarray, parameter: np.ndarray) -> bool:
     with np.errstate(over="ignore"):
         return master.astype(parameter.dtype).tobytes() == parameter.tobytes()
-
-
-def near_names(name: str, known: Iterable[str]) -> str:
-    """``did you mean 'x'?`` for a misspelt name; "" where no known one comes near."""
-    by_case = {other.casefold(): other for other in known}
-    near = [by_case[match] for match in difflib.get_close_matches(name.casefold(), by_case, 3)]
-    return f"did you mean {', '.join(map(repr, near))}?" if near else ""
 
 
 def literal(value: Any, dtype: str | None, what: str) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import OWN, Operator, Variable
 from amp_transpiler.ir.types import HALF
-from amp_transpiler.ops.common import size_of, summed_to
+from amp_transpiler.ops.common import once, size_of, summed_to
 from amp_transpiler.ops.rnn.recurrence import FEW, concat
 
 #: A batch of fewer rows takes no longer on the left of a product.
@@ -24,9 +24,7 @@ def pick(e: Emitter, value: Value, index: int, axis: int) -> Value:
     if size_of(value)[axis] == 1:
         return e.reshape(value, shape)
     key = f"{index} along axis {axis} of {value.name}"
-    if key not in e.shared:
-        e.shared[key] = (e.Gather(value, e.const(np.int64(index)), axis=axis, shape=shape),)
-    return e.shared[key][0]
+    return once(e, key, lambda: e.Gather(value, e.const(np.int64(index)), axis=axis, shape=shape))
 
 
 def split(e: Emitter, value: Value, parts: int, axis: int = -1) -> list[Value]:

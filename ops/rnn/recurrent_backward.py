@@ -112,9 +112,8 @@ def _gates(d: Direction, previous: Value) -> Value:
     return d.turned(e.f32(e.reshape(gates, (layer.steps, layer.batch, size_of(layer.w)[1]))))
 
 
-# -- RNN -------------------------------------------------------------------------------------------------------------
-@gradient("RNN", reads="x0 x1 x2 x3 x4 x5 y0 dy0 dy1", inputs=[0, 1, 2, 3, 5], native=True, refuse=unknown)
-def rnn(
+# -- RNN and GRU, which have one state --------------------------------------------------------------------------------
+def of_one_state(
     e: Emitter,
     op: Operator,
     x: Value,
@@ -127,13 +126,24 @@ def rnn(
     dy: Value | None,
     dlast: Value | None,
 ) -> Grads:
+    rule = _rnn
+    if op.type == "GRUGrad":
+        rule = _gru_after if op.attrs.get("linear_before_reset", 0) else _gru_before
+    if rule is _gru_before:
+        x, w, r, b = e.f32(x), e.f32(w), e.f32(r), b and e.f32(b)
     layer = Layer.in_products(e, op, x, w, r, b, lengths)
     kinds = activations(op, layer.directions)
-    return assembled(layer, [_rnn(d, kinds[d.index][0], h0, y, dy, dlast) for d in layer.each()])
+    return assembled(layer, [rule(d, kinds[d.index], h0, y, dy, dlast) for d in layer.each()])
 
 
-def _rnn(d: Direction, f: Activation, h0: Value | None, y: Value, dy: Value | None, dlast: Value | None) -> Found:
-    e = d.e
+for _type in ("RNN", "GRU"):
+    gradient(_type, "x0 x1 x2 x3 x4 x5 y0 dy0 dy1", inputs=[0, 1, 2, 3, 5], native=True, refuse=unknown)(of_one_state)
+
+
+def _rnn(
+    d: Direction, kinds: Sequence[Activation], h0: Value | None, y: Value, dy: Value | None, dlast: Value | None
+) -> Found:
+    e, (f,) = d.e, kinds
     previous = _previous(d, y, h0)
     _, slope = f(e, _gates(d, previous))
     through = d.backwards()
@@ -285,30 +295,6 @@ def _lstm(cells: _Cells, dy: Value | None, dlast: Value | None, dcell: Value | N
         total = e.reduce_sum(e.Mul(concat(e, [di, do, df], 2), seen), [0, 1])
         found[7] = e.reshape(total, (3 * d.layer.hidden,))
     return found
-
-
-# -- GRU -------------------------------------------------------------------------------------------------------------
-@gradient("GRU", reads="x0 x1 x2 x3 x4 x5 y0 dy0 dy1", inputs=[0, 1, 2, 3, 5], native=True, refuse=unknown)
-def gru(
-    e: Emitter,
-    op: Operator,
-    x: Value,
-    w: Value,
-    r: Value,
-    b: Value | None,
-    lengths: Value | None,
-    h0: Value | None,
-    y: Value,
-    dy: Value | None,
-    dlast: Value | None,
-) -> Grads:
-    after = bool(op.attrs.get("linear_before_reset", 0))
-    if not after:
-        x, w, r, b = e.f32(x), e.f32(w), e.f32(r), b and e.f32(b)
-    layer = Layer.in_products(e, op, x, w, r, b, lengths)
-    kinds = activations(op, layer.directions)
-    rule = _gru_after if after else _gru_before
-    return assembled(layer, [rule(d, kinds[d.index], h0, y, dy, dlast) for d in layer.each()])
 
 
 def thirds(e: Emitter, r: Value) -> list[Value]:

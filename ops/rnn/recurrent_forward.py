@@ -108,11 +108,6 @@ def _at_layout(layer: Layer, results: Sequence[Value]) -> list[Value]:
     return [layer.e.transpose(results[0], [2, 0, 1, 3]), *(layer.e.transpose(v, [1, 0, 2]) for v in results[1:])]
 
 
-def _composed(e: Emitter, op: Operator, x: Value, w: Value, r: Value, b: Value | None, lengths: Value | None) -> Layer:
-    """The layer in fp32: without a kernel that multiplies 16-bit numbers step by step."""
-    return Layer.of(e, op, e.f32(x), e.f32(w), e.f32(r), b and e.f32(b), lengths)
-
-
 def _run(layer: Layer, cell_of: Callable[[Direction], tuple[Cell, list[Value]]]) -> list[Value]:
     """Y and the last states of every direction, stacked."""
     e, found = layer.e, []
@@ -153,8 +148,8 @@ def _run(layer: Layer, cell_of: Callable[[Direction], tuple[Cell, list[Value]]])
     return _at_layout(layer, [concat(e, columns[0], 1), *stacked])
 
 
-@lowering_rule("RNN", native=True, when=_ruled, kernels="recurrent")
-def rnn(
+@lowering_rule("RNN", "GRU", "LSTM", native=True, when=_ruled, kernels="recurrent")
+def recurrent(
     e: Emitter,
     op: Operator,
     x: Value,
@@ -163,43 +158,34 @@ def rnn(
     b: Value | None = None,
     lengths: Value | None = None,
     h0: Value | None = None,
+    c0: Value | None = None,
+    p: Value | None = None,
 ) -> Grads | None:
-    has_kernel, given = _kernel(e, op, [x, w, r, b, lengths, h0])
+    """An operator of any of the three types: where no kernel computes it, composed in fp32, step by step."""
+    has_kernel, given = _kernel(e, op, [x, w, r, b, lengths, h0, c0, p])
     if has_kernel:
         return given
-    layer = _composed(e, op, x, w, r, b, lengths)
+    layer = Layer.of(e, op, e.f32(x), e.f32(w), e.f32(r), b and e.f32(b), lengths)
     kinds = activations(op, layer.directions)
 
     def cell_of(d: Direction) -> tuple[Cell, list[Value]]:
-        (f,), recurrence = kinds[d.index], d.recurrence()
-
-        def cell(part: Value, states: Sequence[Value]) -> tuple[list[Value], list[Value]]:
-            gate = recurrence(states[0], part)
-            return [f.value(e, gate)], [gate]
-
-        return cell, [d.state(h0)]
+        if op.type == "LSTM":
+            return _lstm(d, kinds[d.index], p), [d.state(h0), d.state(c0)]
+        after = op.attrs.get("linear_before_reset", 0)
+        rule = _rnn if op.type == "RNN" else _gru_after if after else _gru_before
+        return rule(d, kinds[d.index]), [d.state(h0)]
 
     return _run(layer, cell_of)
 
 
-@lowering_rule("GRU", native=True, when=_ruled, kernels="recurrent")
-def gru(
-    e: Emitter,
-    op: Operator,
-    x: Value,
-    w: Value,
-    r: Value,
-    b: Value | None = None,
-    lengths: Value | None = None,
-    h0: Value | None = None,
-) -> Grads | None:
-    has_kernel, given = _kernel(e, op, [x, w, r, b, lengths, h0])
-    if has_kernel:
-        return given
-    layer = _composed(e, op, x, w, r, b, lengths)
-    kinds = activations(op, layer.directions)
-    rule = _gru_after if op.attrs.get("linear_before_reset", 0) else _gru_before
-    return _run(layer, lambda d: (rule(d, kinds[d.index]), [d.state(h0)]))
+def _rnn(d: Direction, kinds: Sequence[Activation]) -> Cell:
+    e, (f,), recurrence = d.e, kinds, d.recurrence()
+
+    def cell(part: Value, states: Sequence[Value]) -> tuple[list[Value], list[Value]]:
+        gate = recurrence(states[0], part)
+        return [f.value(e, gate)], [gate]
+
+    return cell
 
 
 def _gru_after(d: Direction, kinds: Sequence[Activation]) -> Cell:
@@ -235,27 +221,6 @@ def _gru_before(d: Direction, kinds: Sequence[Activation]) -> Cell:
 
 def _mixed(e: Emitter, z: Value, candidate: Value, old: Value) -> Value:
     return e.Add(e.Mul(e.Sub(e.like(1, z), z), candidate), e.Mul(z, old))
-
-
-@lowering_rule("LSTM", native=True, when=_ruled, kernels="recurrent")
-def lstm(
-    e: Emitter,
-    op: Operator,
-    x: Value,
-    w: Value,
-    r: Value,
-    b: Value | None = None,
-    lengths: Value | None = None,
-    h0: Value | None = None,
-    c0: Value | None = None,
-    p: Value | None = None,
-) -> Grads | None:
-    has_kernel, given = _kernel(e, op, [x, w, r, b, lengths, h0, c0, p])
-    if has_kernel:
-        return given
-    layer = _composed(e, op, x, w, r, b, lengths)
-    kinds = activations(op, layer.directions)
-    return _run(layer, lambda d: (_lstm(d, kinds[d.index], p), [d.state(h0), d.state(c0)]))
 
 
 def _lstm(d: Direction, kinds: Sequence[Activation], p: Value | None) -> Cell:

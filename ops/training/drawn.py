@@ -25,7 +25,8 @@ def _numbered(op: Operator) -> bool:
     return MASK_ID in op.metadata
 
 
-def _drawn(e: Emitter, op: Operator, shape: Sequence[int], of: Callable[..., Value]) -> Value:
+def _drawn(e: Emitter, op: Operator, like: Sequence[Value], of: Callable[..., Value]) -> Value:
+    shape = size_of(like[0]) if like else op.attrs["shape"]
     return of(e, shape, e.scalar("seed"), e.scalar("step"), mask_stream(op))
 
 
@@ -35,50 +36,26 @@ def _scaled(e: Emitter, x: Value, factor: float, more: float) -> Value:
     return e.Add(x, e.like(more, x)) if more else x
 
 
-def _normal(e: Emitter, op: Operator, shape: Sequence[int]) -> list[Value]:
-    drawn = _drawn(e, op, shape, normal)
-    return [_scaled(e, drawn, op.attrs.get("scale", 1.0), op.attrs.get("mean", 0.0))]
+@lowering_rule("RandomNormal", "RandomNormalLike", native=True, when=_numbered)
+def random_normal(e: Emitter, op: Operator, *like: Value) -> list[Value]:
+    """mean + scale * z, z standard normal, in the shape of what it is like."""
+    return [_scaled(e, _drawn(e, op, like, normal), op.attrs.get("scale", 1.0), op.attrs.get("mean", 0.0))]
 
 
-def _uniform(e: Emitter, op: Operator, shape: Sequence[int]) -> list[Value]:
+@lowering_rule("RandomUniform", "RandomUniformLike", native=True, when=_numbered)
+def random_uniform(e: Emitter, op: Operator, *like: Value) -> list[Value]:
+    """low + (high - low) * u, u uniform in [0, 1), in the shape of what it is like."""
     low, high = op.attrs.get("low", 0.0), op.attrs.get("high", 1.0)
-    return [_scaled(e, _drawn(e, op, shape, uniform), high - low, low)]
-
-
-@lowering_rule("RandomNormal", native=True, when=_numbered)
-def random_normal(e: Emitter, op: Operator) -> list[Value]:
-    """mean + scale * z, z standard normal."""
-    return _normal(e, op, op.attrs["shape"])
-
-
-@lowering_rule("RandomNormalLike", native=True, when=_numbered)
-def random_normal_like(e: Emitter, op: Operator, x: Value) -> list[Value]:
-    """mean + scale * z, z standard normal, in the shape of ``x``."""
-    return _normal(e, op, size_of(x))
-
-
-@lowering_rule("RandomUniform", native=True, when=_numbered)
-def random_uniform(e: Emitter, op: Operator) -> list[Value]:
-    """low + (high - low) * u, u uniform in [0, 1)."""
-    return _uniform(e, op, op.attrs["shape"])
-
-
-@lowering_rule("RandomUniformLike", native=True, when=_numbered)
-def random_uniform_like(e: Emitter, op: Operator, x: Value) -> list[Value]:
-    """low + (high - low) * u, u uniform in [0, 1), in the shape of ``x``."""
-    return _uniform(e, op, size_of(x))
+    return [_scaled(e, _drawn(e, op, like, uniform), high - low, low)]
 
 
 @lowering_rule("Bernoulli", native=True, when=_numbered)
 def bernoulli(e: Emitter, op: Operator, x: Value) -> list[Value]:
     """1 with probability ``x``, else 0."""
-    return [e.cast(e.Less(_drawn(e, op, size_of(x), uniform), e.f32(x)), "float32")]
+    return [e.cast(e.Less(_drawn(e, op, [x], uniform), e.f32(x)), "float32")]
 
 
+@for_test(*NUMBERED)
 def _for_test(op: Operator) -> None:
     """Draw from the runtime."""
     op.metadata.pop(MASK_ID, None)
-
-
-for _type in NUMBERED:
-    for_test(_type)(_for_test)

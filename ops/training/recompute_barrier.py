@@ -11,7 +11,7 @@ from __future__ import annotations
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator, Types
 from amp_transpiler.ir.opdef import lowering_rule, own, traits
-from amp_transpiler.ops.common import multiple, times
+from amp_transpiler.ops.common import multiple, once, times
 from amp_transpiler.ops.training.random import masked
 
 TOKEN, INPUT, DROPOUT = "RecomputeToken", "RecomputeInput", "RecomputedDropout"
@@ -57,7 +57,5 @@ def recomputed_dropout(
     e: Emitter, op: Operator, zero: Value, x: Value, ratio: Value | None, mode: Value | None = None
 ) -> list[Value]:
     """Dropout with the same mask, made again from the words of this step when the token is there."""
-    key = f"late {zero.name}"
-    if key not in e.shared:
-        e.shared[key] = (e.cast(zero, "uint32"),)
-    return masked(e, op, 2, x, ratio, e.shared[key][0])
+    late = once(e, f"late {zero.name}", lambda: e.cast(zero, "uint32"))
+    return masked(e, op, 2, x, ratio, late)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ops.common import once
 
 #: Name of the run-time scalar, before that of what ranks compute.
 REMAINING = "remaining "
@@ -33,9 +34,7 @@ def without_remaining(e: Emitter, grads: Sequence[Value], inverse: Value) -> tup
         return [*grads], inverse
     factor = found[0][1]
     key = f"{inverse.name} times {factor.name}"
-    if key not in e.shared:
-        e.shared[key] = (e.op("Mul", inverse, factor, shape=()),)
-    return [reduced for reduced, _ in found], e.shared[key][0]
+    return [reduced for reduced, _ in found], once(e, key, lambda: e.op("Mul", inverse, factor, shape=()))
 
 
 def _left(gradient: Value) -> str:

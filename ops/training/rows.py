@@ -19,7 +19,7 @@ from amp_transpiler.ir.emitter import Emitter, Maker, Value
 from amp_transpiler.ir.flat import Rows
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import traits_of
-from amp_transpiler.ops.common import grouped, pieces
+from amp_transpiler.ops.common import grouped, once, pieces
 
 #: Elements up to which launching a kernel costs more than what it moves.
 _FEW = 2**18
@@ -49,10 +49,7 @@ def joined(e: Emitter, rows: Rows, values: Sequence[Value]) -> Value:
     """One tensor for ``values``, which belong to the rows; zeros fill what lies between them."""
     if not rows.shapes:
         return values[0]
-    key = _key(values)
-    if key not in e.shared:
-        e.shared[key] = (_together(e, rows, values) or _side_by_side(e, rows, values),)
-    found = e.shared[key][0]
+    found = once(e, _key(values), lambda: _together(e, rows, values) or _side_by_side(e, rows, values))
     return Value(found.name, values[0].dtype, found.shape)
 
 

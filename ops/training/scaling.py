@@ -24,6 +24,7 @@ from typing import Any
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator, Types
 from amp_transpiler.ir.opdef import Slots, lowering_rule, own
+from amp_transpiler.ops.common import once
 from amp_transpiler.ops.row_sums import remember_rows
 from amp_transpiler.ops.training.all_reduce import ALL_REDUCE
 from amp_transpiler.ops.training.exchange import exchanged
@@ -113,13 +114,8 @@ class Switch:
     def _on_bad(self, number: float, value: Value) -> Value:
         if self.bad is None:
             return value
-        key = f"{number} on a bad step, else {value.name}"
-        if key not in self.e.shared:
-            chosen = self.e.op(
-                "Where", self.bad, self.e.like(number, value), value, dtype=value.dtype, shape=value.shape
-            )
-            self.e.shared[key] = (chosen,)
-        return self.e.shared[key][0]
+        e, bad, key = self.e, self.bad, f"{number} on a bad step, else {value.name}"
+        return once(e, key, lambda: e.Where(bad, e.like(number, value), value, shape=value.shape))
 
 
 def add_product(e: Emitter, x: Value, y: Value, factor: Value) -> Value:
@@ -128,10 +124,8 @@ def add_product(e: Emitter, x: Value, y: Value, factor: Value) -> Value:
     if not one_kernel or not shape or 0 in shape or (shape[-1] < _LONG and shape[1:]):
         return e.Add(x, e.Mul(y, e.cast(factor, y.dtype), shape=y.shape), shape=shape)
     lead = (*shape[:-1], 1)
-    key = f"{factor.name} for rows {lead}"
-    if key not in e.shared:
-        e.shared[key] = (e.Expand(factor, e.ints(*lead), shape=lead),)
-    return e.op("GatedAdd", x, y, e.shared[key][0], domain="com.microsoft", dtype=x.dtype, shape=shape)
+    rows = once(e, f"{factor.name} for rows {lead}", lambda: e.Expand(factor, e.ints(*lead), shape=lead))
+    return e.op("GatedAdd", x, y, rows, domain="com.microsoft", dtype=x.dtype, shape=shape)
 
 
 def blended(e: Emitter, switch: Switch, x: Value, keep: float, y: Value, share: Value) -> Value:

@@ -12,8 +12,7 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.conversion.calibration import measure
-from amp_transpiler.conversion.calibration.measure import Measurement, outputs_of
-from amp_transpiler.conversion.calibration.measure import measure as run_measure
+from amp_transpiler.conversion.calibration.measure import Measurement, measure as run_measure, outputs_of
 from amp_transpiler.errors import ArgumentError, FeedError, FeedTypeError
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import CPUPlace, Executor, Scope

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from amp_transpiler import nn
-from amp_transpiler import optimizer as optim
+from amp_transpiler import nn, optimizer as optim
 from amp_transpiler.ir import context, unique_name
 from amp_transpiler.ir.nodes import OWN
 from amp_transpiler.nn import functional as F

@@ -16,8 +16,7 @@ import onnx.reference
 import scipy.sparse.csgraph  # noqa: F401 - which is loaded when it is asked for, too
 
 import amp_transpiler as amp
-from amp_transpiler.cli.main import COMMANDS as SUBCOMMANDS
-from amp_transpiler.cli.main import load, main
+from amp_transpiler.cli.main import COMMANDS as SUBCOMMANDS, load, main
 
 #: Arguments of each command; {m} is the model, {o} a file to write.
 COMMANDS: dict[str, list[str]] = {

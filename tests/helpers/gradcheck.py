@@ -26,8 +26,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 
 import amp_transpiler.ops  # noqa: F401  (fills the operator table)
 from amp_transpiler.ir.infer import Declared, infer_operator

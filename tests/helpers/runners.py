@@ -19,8 +19,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import amp_transpiler as amp
-from tests.helpers.browser import WEBGPU
-from tests.helpers.browser import there as has_browser
+from tests.helpers.browser import WEBGPU, there as has_browser
 from tests.helpers.where import ROOT
 
 RUNNERS = ROOT / "demo" / "runners"

@@ -11,8 +11,7 @@ import pytest
 from amp_transpiler import nn
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.nodes import Variable
-from amp_transpiler.nn import functional as F
-from amp_transpiler.nn import initializer as I
+from amp_transpiler.nn import functional as F, initializer as I
 from tests.helpers.building import building
 
 

@@ -20,8 +20,7 @@ from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.emitter import Emitter
 from amp_transpiler.ir.types import ONNX_TYPES, numpy_dtype
 from amp_transpiler.nn import initializer as I
-from amp_transpiler.ops.training import initializers
-from amp_transpiler.ops.training import random as R
+from amp_transpiler.ops.training import initializers, random as R
 from amp_transpiler.ops.training.chunks import by_chunks
 from amp_transpiler.ops.training.initializers import constant_initializer
 from amp_transpiler.program import Program, program_guard

@@ -11,8 +11,7 @@ from unittest import mock
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import amp_transpiler as amp
 from amp_transpiler.errors import GraphError

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import amp_transpiler.ops  # noqa: F401  (fills the operator table)
 from amp_transpiler.ir.nodes import Operator

@@ -20,8 +20,7 @@ from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.context import name_scope
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.infer import type_proto
-from amp_transpiler.nn import functional as F
-from amp_transpiler.nn import initializer as I
+from amp_transpiler.nn import functional as F, initializer as I
 from amp_transpiler.ops.training import hashed_words as R
 from amp_transpiler.ops.training.random import MASK_ID
 from amp_transpiler.ops.training.seeds import rng_state

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from amp_transpiler import nn
-from amp_transpiler import optimizer as optim
+from amp_transpiler import nn, optimizer as optim
 from amp_transpiler.errors import (
     OrderError,
     ScopeError,

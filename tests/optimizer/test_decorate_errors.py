@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from amp_transpiler import nn
-from amp_transpiler import optimizer as optim
+from amp_transpiler import nn, optimizer as optim
 from amp_transpiler.errors import (
     ArgumentError,
     ArgumentTypeError,

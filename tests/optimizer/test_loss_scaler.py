@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import amp_transpiler as amp
-from amp_transpiler import nn
-from amp_transpiler import optimizer as optim
+from amp_transpiler import nn, optimizer as optim
 from amp_transpiler.errors import (
     ArgumentError,
     ArgumentTypeError,

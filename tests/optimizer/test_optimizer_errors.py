@@ -8,12 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from amp_transpiler import append_backward
-from amp_transpiler import optimizer as optim
+from amp_transpiler import append_backward, optimizer as optim
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GradientError, GraphError
 from amp_transpiler.ir.nodes import Variable
-from amp_transpiler.nn import data, fc
-from amp_transpiler.nn import functional as F
+from amp_transpiler.nn import data, fc, functional as F
 from amp_transpiler.nn.parameters import create_parameter
 from amp_transpiler.program import Program, program_guard
 from tests.helpers.steps import feed

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, seed, settings
-from hypothesis import strategies as st
+from hypothesis import given, seed, settings, strategies as st
 
 from amp_transpiler.errors import LossScaleError
 from amp_transpiler.optimizer.scale_state import ScaleState

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import onnx
@@ -172,7 +172,6 @@ def _passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_passes")
 def test_whole_numbers_are_options() -> None:
-    @dataclass(frozen=True)
     class Counts(passes.Pass):
         """It counts."""
 
@@ -189,7 +188,6 @@ def test_whole_numbers_are_options() -> None:
 
 @pytest.mark.usefixtures("_passes")
 def test_an_option_without_text_is_named() -> None:
-    @dataclass(frozen=True)
     class Weighs(passes.Pass):
         """It weighs."""
 

@@ -8,8 +8,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import amp_transpiler as amp
 from amp_transpiler.errors import ArgumentError

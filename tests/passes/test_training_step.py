@@ -8,8 +8,7 @@ import pytest
 from onnx import parser
 
 import amp_transpiler as amp
-from amp_transpiler import nn
-from amp_transpiler import optimizer as optim
+from amp_transpiler import nn, optimizer as optim
 from amp_transpiler.errors import ArgumentTypeError
 from amp_transpiler.ir.nodes import OWN, Variable
 from amp_transpiler.ir.opdef import slots_of

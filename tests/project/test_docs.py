@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 import amp_transpiler as amp
-from amp_transpiler.cli.main import COMMANDS
-from amp_transpiler.cli.main import main as command
+from amp_transpiler.cli.main import COMMANDS, main as command
 from tests.helpers.where import ROOT
 
 DOCS = ROOT / "docs"

@@ -21,8 +21,7 @@ from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
 from amp_transpiler.lists.paddle import paddle_arguments
-from amp_transpiler.ops.fake_quantize import TYPE as FAKE_QUANTIZE
-from amp_transpiler.ops.fake_quantize import limits, quantizer, stored_quantised
+from amp_transpiler.ops.fake_quantize import TYPE as FAKE_QUANTIZE, limits, quantizer, stored_quantised
 from amp_transpiler.ops.training.seeds import rng_state
 from amp_transpiler.passes.autodiff.dependents import check_no_gradient_behind, check_reads, dependents, float_slots
 from amp_transpiler.passes.autodiff.if_gradient import append_if_gradient, captured_floats

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Variable
@@ -19,7 +17,6 @@ WANTED: Value[Wanted] = Value("wanted_gradients", Wanted)
 GRADIENTS: Value[list[tuple[Variable, Variable]]] = Value("gradients", list)
 
 
-@dataclass(frozen=True)
 class Autodiff(Pass):
     """Known control flow is expanded, and gradients of the loss are appended in one reverse sweep."""
 

@@ -332,7 +332,6 @@ def _stack(op: Operator, row: list[Variable], axis: int) -> Variable:
     return out
 
 
-@dataclass(frozen=True)
 class ExpandControlFlow(Pass):
     """An If on a constant becomes the branch that is taken, loops and scans of known length are unrolled.
 

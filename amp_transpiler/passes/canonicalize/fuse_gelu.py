@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Container
-from dataclasses import dataclass
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
@@ -88,7 +87,6 @@ def _source(variable: Variable | None, wanted: Polynomial) -> Variable | None:
     return None
 
 
-@dataclass(frozen=True)
 class FuseGelus(Pass):
     """A GELU that is written out with Erf, or its approximation with Tanh, becomes one operator."""
 

@@ -362,7 +362,6 @@ def _squared(variable: Variable | None) -> Variable | None:
     return None if power is None else power.input(0)
 
 
-@dataclass(frozen=True)
 class FuseLayerNorms(Pass):
     """A layer norm that is written out, along whichever axes, becomes one operator."""
 

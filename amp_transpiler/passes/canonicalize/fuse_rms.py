@@ -139,7 +139,6 @@ def keep_root_mean_squares(program: Graph) -> list[str]:
     return [f"{count} RMS norms that are written out keep their statistics in fp32"] if count else []
 
 
-@dataclass(frozen=True)
 class KeepRootMeanSquares(Pass):
     """An RMS norm that is written out is marked to run in fp32 whatever the lists say."""
 

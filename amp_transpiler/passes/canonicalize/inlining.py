@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import onnx
 import onnx.inliner
@@ -129,7 +129,6 @@ def _mark(op: Operator, call: Operator) -> None:
         inner.scope = inner.scope or call.scope
 
 
-@dataclass(frozen=True)
 class InlineFunctions(Pass):
     """Each call of a model-local function becomes the body of the function."""
 
@@ -143,7 +142,6 @@ class InlineFunctions(Pass):
         return inline_functions(graph)
 
 
-@dataclass(frozen=True)
 class TryInlineFunctions(Pass):
     """Each call of a model-local function becomes its body where that can be; a note says where not."""
 

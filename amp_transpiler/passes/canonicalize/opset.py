@@ -8,7 +8,6 @@ version they were written in until they are trained, or lowered for a place that
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -122,7 +121,6 @@ def add_operator(
     return op
 
 
-@dataclass(frozen=True)
 class Opset(Pass):
     """Operators of ai.onnx are rewritten to the form that they have at the target opset."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -161,7 +160,6 @@ def _instead(op: Operator, type_: str, inputs: Sequence[Variable], out: Variable
     op.program.add_operator(type_, inputs, [out], attrs=attrs, name=op.name, like=op)
 
 
-@dataclass(frozen=True)
 class ExpandSequences(Pass):
     """What is read of sequences whose pieces are known is read of tensors."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from amp_transpiler.ir.decompose import decompose, decompose_operator, runs_by_parts
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.passes.canonicalize.fuse_swish import fuse_swishes
@@ -39,7 +37,6 @@ def decompose_for_runtime(program: Graph) -> bool:
     return bool(found)
 
 
-@dataclass(frozen=True)
 class DecomposeForRuntime(Pass):
     """Operators of other domains that neither onnxruntime nor a lowering rule knows are decomposed."""
 
@@ -52,7 +49,6 @@ class DecomposeForRuntime(Pass):
         return decompose_for_runtime(graph)
 
 
-@dataclass(frozen=True)
 class Canonicalize(Pass):
     """Operators are at the target opset; those without a gradient rule are decomposed where there is a way; a product
     of a tensor and its sigmoid is one operator, whose gradient fits 16 bit where that of the product may not."""

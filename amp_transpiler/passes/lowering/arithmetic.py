@@ -17,7 +17,7 @@ from amp_transpiler.ir.opdef import flops_of, traits_of
 from amp_transpiler.ir.result_shape import result_shape
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import TARGET_OPSET, faults, parts_of, roundings
-from amp_transpiler.ops.rounded_sums import LANES, reduced_shape, sum_rule
+from amp_transpiler.ops.rounded_sums import LANES, Summed, reduced_shape, sum_rule
 from amp_transpiler.passes.view.kernel_faults import Call, fault_of
 
 #: As many roundings of its result may the error of a kernel be worth. A sum of products in turn has 1 for the products
@@ -193,5 +193,5 @@ class Kernels:
         if rule is None or not how:
             return None
         given = len(kinds) == 1 and None not in (*(v.shape for v in inputs if v is not None), shape)
-        summed = rule(e, how, attrs, inputs, shape or ()) if given else None
+        summed = rule(e, Summed(how, attrs, shape or ()), *inputs) if given else None
         return None if summed is None else (summed,)

@@ -31,7 +31,7 @@ from amp_transpiler.ir.signature import Signature, signature
 from amp_transpiler.ir.tensors import renamed
 from amp_transpiler.ir.types import FLOATS, HALF, NAMES, ONNX_TYPES
 from amp_transpiler.lists import Fault, faults, kernel_types, place_traits
-from amp_transpiler.ops.place_bodies import body_of, integers_in
+from amp_transpiler.ops.place_bodies import Asked, body_of, integers_in
 from amp_transpiler.passes.lowering.lowered import Lowered, Port, rename_tensors, used_tensors
 from amp_transpiler.passes.lowering.tensor_types import Type, inferred, types_within
 from amp_transpiler.passes.view.kernel_faults import Call, fault_of
@@ -240,7 +240,7 @@ class _Fitting:
             return None
         e, results = self.e, [value for name in node.output if (value := self._value(name)) is not None]
         e.nodes, e.prefix = [], node.output[0]
-        values = write(e, attributes_of(node), [self._value(name) for name in node.input], results)
+        values = write(e, Asked(attributes_of(node), results), *(self._value(name) for name in node.input))
         made, e.nodes = e.nodes, []
         if values is None:
             return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
 
 from amp_transpiler.ir.dealt_rows import held_shapes
 from amp_transpiler.ir.decompose import has_decomposition
@@ -42,7 +41,6 @@ _AXES_READ = 18
 _SEQUENCES = 14
 
 
-@dataclass(frozen=True)
 class RuntimeOpset(Pass):
     """Operators are at the target opset where lowering rules ask for it, or where the place lacks later kernels.
 
@@ -101,7 +99,6 @@ def _hands_on_sequences(graph: Graph, version: int) -> bool:
     return any(v is not None and v.type_proto is not None and v.type_proto.HasField("sequence_type") for v in made)
 
 
-@dataclass(frozen=True)
 class Emit(Pass):
     """The ONNX model that the place runs is written: gradients and updates as standard operators, and rounding."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes, static
@@ -16,7 +15,6 @@ from amp_transpiler.passes.pipeline import Context, Pass
 from amp_transpiler.passes.view.lookups import is_row_lookup
 
 
-@dataclass(frozen=True)
 class RoomForRows(Pass):
     """Exchanges of rows are told how many the rank has that looks up most, and send as many, or have room for them."""
 

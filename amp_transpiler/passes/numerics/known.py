@@ -9,7 +9,6 @@ stay what they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import FULL
@@ -112,7 +111,6 @@ def _names(op: Operator) -> list[str]:
     return [written_name(v) for v in op.outputs if v is not None]
 
 
-@dataclass(frozen=True)
 class KeepLosses(Pass):
     """What makes the losses runs in fp32, back to the program's outputs or to operators of the white list."""
 

@@ -7,7 +7,6 @@ place is masked then makes NaN out of a softmax, which loss scaling answers by s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator
@@ -51,7 +50,6 @@ def saturate_stored(program: Graph, dtype: str, constraints: Constraints, decide
     constraints.constants[:] = [n for n in constraints.constants if n.name not in kept or n.problem != "overflow"]
 
 
-@dataclass(frozen=True)
 class SaturateMasks(Pass):
     """Constants that only mask end at half of the largest number of the type."""
 

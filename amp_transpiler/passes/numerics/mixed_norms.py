@@ -10,7 +10,6 @@ It is not fused where the square is a product, which is the same number.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from amp_transpiler.ir.decompose import write_instead
 from amp_transpiler.ir.graph import Graph
@@ -27,7 +26,6 @@ _ONE_TYPE = "bfloat16"
 _WITHIN = frozenset({"ReduceMean", "Add", "Sqrt", "Div", "Reciprocal", "Mul", "Cast"})
 
 
-@dataclass(frozen=True)
 class MixedNorms(Pass):
     """The square in an RMS norm between bfloat16 and fp32 is a product, where it would be fused without a kernel."""
 

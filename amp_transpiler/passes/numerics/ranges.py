@@ -7,7 +7,6 @@ is bounded, once, in chunks.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +23,7 @@ from amp_transpiler.ir.types import FLOATS, LIMITS
 from amp_transpiler.passes.numerics.extremes import extremes, small_row_sums
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.names import source
+from amp_transpiler.spelling import near_names
 
 _INF = math.inf
 
@@ -135,8 +135,7 @@ def _rule(op: Operator) -> RangeRule | None:
 def _input(program: Graph, name: str) -> Variable:
     known = {v.name: v for v in program.inputs if v.dtype in FLOATS}
     if name not in known:
-        near = difflib.get_close_matches(name, known, 3)
-        hint = f"; did you mean {', '.join(map(repr, near))}?" if near else f"; they are {', '.join(map(repr, known))}"
+        hint = near_names(name, known, "; ") or f"; they are {', '.join(map(repr, known))}"
         raise ArgumentError(f"a range is given for '{name}', which is no floating-point input of the model{hint}")
     return known[name]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.lists import AutoMixedPrecisionLists
@@ -18,7 +16,6 @@ LIKE: Value[Graph] = Value("like", Graph)
 NARROWED: Value[set[str]] = Value("narrowed", set)
 
 
-@dataclass(frozen=True)
 class Precision(Pass):
     """Every operator gets a precision, by the lists or in pure 16 bit, and casts are inserted where types meet.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,6 +36,7 @@ from amp_transpiler.passes.view.typing import (
     require_typed,
     widened,
 )
+from amp_transpiler.spelling import near_names
 
 WHITE, BLACK = "white", "black"
 #: In the name of a variable: what it scales in an update is never 16 bit.
@@ -267,8 +267,7 @@ def check_variables(
     patterns = [name for name in missing if is_pattern(name)]
     if len(patterns) < len(missing):
         name = next(each for each in missing if not is_pattern(each))
-        near = difflib.get_close_matches(name, sorted(known), 3)
-        hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+        hint = near_names(name, sorted(known), "; ")
         raise ArgumentError(f"{what}: program '{program.name}' has no variable '{name}', which {called} names{hint}")
     matching(_written(program), patterns, f"{what}: {called}", names=_called)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
 
 import numpy as np
 import onnx
@@ -215,7 +214,6 @@ def _merge_copies(program: Graph) -> None:
             program.remove_variable(variable)
 
 
-@dataclass(frozen=True)
 class Widen(Pass):
     """16-bit weights, constants and operators are fp32 with the same values, and casts between them go."""
 

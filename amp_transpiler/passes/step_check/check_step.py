@@ -18,7 +18,6 @@ What must hold (numbers as in the messages):
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from amp_transpiler.errors import ArgumentError, StepError
 from amp_transpiler.ir.graph import Graph
@@ -327,7 +326,6 @@ def _name(variable: Variable | None) -> str:
     return "nothing" if variable is None else variable.name
 
 
-@dataclass(frozen=True)
 class CheckStep(Pass):
     """The training step is proved to keep its protocol: one verdict, gradients unscaled once, state gated."""
 
