@@ -134,10 +134,8 @@ def simplified_layer_normalization_rule(e: Emitter, op: Operator, x: Value, scal
 @gradient("SimplifiedLayerNormalization", "x0 x1 dy0", inputs=(0, 1), native=True)
 def simplified_layer_normalization_gradient(e: Emitter, op: Operator, x: Value, scale: Value, dy: Value) -> Grads:
     """With r = 1 / sqrt(mean(x²) + epsilon) and n = x r: dscale = sum(dy n), dx = r (d - n mean(d n)), d = dy scale."""
-    shape = size_of(x)
-    inner = shape[int(op.attrs.get("axis", -1)) % len(shape) :]
-    width = prod(inner)
-    matrix = (prod(shape) // max(width, 1), width)
+    shape, axis = size_of(x), int(op.attrs.get("axis", -1))
+    matrix = (prod(shape[:axis]), width := prod(shape[axis:]))
     normal, r = _over_root(e, e.reshape(x, matrix), float(op.attrs.get("epsilon", _EPSILON)))
     rows, factor = e.reshape(dy, matrix), e.reshape(e.cast(scale, x.dtype), (width,))
     weighed, dx = e.Mul(rows, normal), None

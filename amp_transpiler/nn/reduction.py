@@ -90,12 +90,25 @@ def var(
     prefix = fresh(call)
     variable(call, "x", x, dtypes=FLOATING, min_rank=1)
     axes = axes_of(call, list(range(len(x.shape or ()))) if axis is None else axis, x)
-    squares = append(call, "Pow", [_deviation(call, x, axes, prefix), constant(x, 2)], prefix=prefix)
-    y = _reduce(call, "ReduceMean", squares, axes, keepdim, prefix)
-    if not flag(call, "unbiased", unbiased):
+    deviation = _deviation(call, x, axes, prefix)
+    sizes = [size for size in ((x.shape or ())[a] for a in axes) if isinstance(size, int) and size]
+    if flag(call, "unbiased", unbiased):
+        count = _count(call, x, axes) - 1
+    elif len(sizes) == len(axes):
+        count = math.prod(sizes)
+    else:
+        squares = append(call, "Pow", [deviation, constant(x, 2)], prefix=prefix)
+        return _reduce(call, "ReduceMean", squares, axes, keepdim, prefix)
+    # The square of a deviation may leave 16 bit where the variance does not: so of shares, whose squares add up to it.
+    digits, exponent = math.frexp(1 / math.sqrt(count))
+    share = math.ldexp(math.floor(8 * digits) / 8, exponent)  # of three binary digits: every type holds it
+    shares = append(call, "Mul", [deviation, constant(x, share)], prefix=prefix)
+    y = _reduce(call, "ReduceSumSquare", shares, axes, keepdim, prefix)
+    rest = 1 / (count * share**2) - 1
+    if not rest:
         return y
-    rest = append(call, "Mul", [y, constant(x, 1 / (_count(call, x, axes) - 1))], prefix=prefix)
-    return append(call, "Add", [y, rest], prefix=prefix)  # N / (N - 1) would be rounded to 16 bit
+    # A factor near 1 would be rounded to 16 bit.
+    return append(call, "Add", [y, append(call, "Mul", [y, constant(x, rest)], prefix=prefix)], prefix=prefix)
 
 
 def _deviation(call: str, x: Variable, axes: list[int], prefix: str) -> Variable:

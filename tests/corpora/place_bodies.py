@@ -76,6 +76,7 @@ CASES: list[tuple[str, Sequence[np.ndarray], dict[str, Any]]] = [
     ("Celu", [WAVES], {"alpha": 0.7}),
     ("Selu", [WAVES.astype(np.float16)], {}),
     ("Shrink", [WAVES], {"lambd": 0.4, "bias": 0.1}),
+    ("Shrink", [WAVES], {}),
     ("ThresholdedRelu", [F16], {"alpha": 0.3}),
     ("Resize", [PLAIN.astype(np.float16), np.array([], np.float32), np.array([1, 1, 2, 1.5], np.float32)], CUBIC),
     ("PRelu", [F32, np.array([0.5, -2, 1], np.float32)], {}),

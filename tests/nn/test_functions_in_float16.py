@@ -67,6 +67,12 @@ CASES: dict[str, Case] = {
         lambda x: x.var(-1, ddof=1),
         [normal(16, 48, mean=10, size=0.02)],
     ),
+    "large variance": (lambda x: F.var(x, -1), lambda x: x.var(-1, ddof=1), [normal(4, 48, size=150)]),
+    "large variance of a row": (
+        lambda x: F.var(x, -1, unbiased=False),
+        lambda x: x.var(-1),
+        [normal(4, 50, size=150)],
+    ),
     "log1p": (F.log1p, np.log1p, [_RNG.uniform(-2e-3, 2e-3, (4, 48))]),
     "expm1": (F.expm1, np.expm1, [_RNG.uniform(-2e-3, 2e-3, (4, 48))]),
     "expm1 of large numbers": (F.expm1, np.expm1, [np.append(_RNG.uniform(-6, 6, 47), -16)[None]]),

@@ -49,6 +49,14 @@ def test_gradients_take_the_form_that_moves_least(
     np.testing.assert_allclose(dw.reshape(outputs, channels), np.einsum("nop,nip->oi", dy, x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("positions", "apart"), [(8, False), (9, True)])
+def test_products_of_images_are_half_of_what_they_read(positions: int, apart: bool) -> None:
+    """Eight numbers of each of 8 + 8 channels are twice the 8 x 8 of a product."""
+    fed = values(2, 8, 8, (positions,))
+    model = gradient_model("Conv", [fed["x0"], fed["x1"]], "float32", "cpu")
+    assert ("ReduceSum" in {node.op_type for node in model.graph.node}) == apart
+
+
 @pytest.mark.parametrize("strides", [[1, 1], [2, 3]], ids=["every-position", "strides"])
 @pytest.mark.parametrize("size", [(12, 11), (5, 4)], ids=["large", "small"])
 def test_against_central_differences(size: tuple[int, int], strides: list[int]) -> None:
