@@ -26,6 +26,7 @@ from amp_transpiler.runtime.begun import begin, warn_of_shared
 from amp_transpiler.runtime.binding import PlainStep, Step, needs_plain
 from amp_transpiler.runtime.capture import CapturedStep, check_capturable
 from amp_transpiler.runtime.collective.current import own_rank, own_size
+from amp_transpiler.runtime.forks import OfOneProcess
 from amp_transpiler.runtime.host_tables import HostTables
 from amp_transpiler.runtime.largest_feeds import Shapes, largest_feeds
 from amp_transpiler.runtime.locks import Uninterrupted
@@ -63,7 +64,7 @@ class MemoryReport:
     two_buffers: dict[str, str]
 
 
-class Executor:
+class Executor(OfOneProcess):
     """Runs programs on ``place`` (default ``CPUPlace()``).
 
     Sessions are compiled once per program, feed shapes and fetches, the last ``max_sessions`` of them per program and

@@ -9,8 +9,20 @@ from __future__ import annotations
 
 import ctypes
 import os
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 from weakref import WeakSet
+
+from amp_transpiler.errors import ArgumentTypeError
+
+
+class OfOneProcess:
+    """What lies in the memory of its process, or of a device: no other has it, and a copy of it would be the same."""
+
+    def __reduce__(self) -> NoReturn:
+        raise ArgumentTypeError(
+            f"{type(self).__name__} is neither copied nor pickled. Another process makes its own Executor and Scope; "
+            "save_checkpoint and load_checkpoint bring values there, find_var and set_var into another Scope"
+        )
 
 
 class Inherited(Protocol):

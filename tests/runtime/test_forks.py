@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import signal
 import threading
 import time
@@ -89,6 +91,16 @@ def test_a_scope_in_the_middle_of_a_step_is_refused_in_a_child() -> None:
     thread.join()
     assert status == 0
     assert np.array_equal(scope.find_var("w").ravel(), [-1] * 4)
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"])
+def test_what_is_of_one_process_is_neither_copied_nor_sent(way: Callable[[object], object]) -> None:
+    """A copy of a scope was another name of the same values, which training went on to change."""
+    _, exe, scope = warm(threads=1)
+    for value, name in ((scope, "Scope"), (exe, "Executor"), ({"exe": amp.watch(exe)}, "Executor")):
+        if not (way is copy.copy and isinstance(value, dict)):
+            with pytest.raises(TypeError, match=f"^{name} is neither copied nor pickled.* load_checkpoint"):
+                way(value)
 
 
 def test_who_reads_in_the_parent_keeps_no_child_from_writing() -> None:
