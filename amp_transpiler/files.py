@@ -16,6 +16,7 @@ Where the system has no such locks (Windows, some network drives), what a killed
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -38,6 +39,8 @@ Write = Callable[[BinaryIO], None]
 
 #: What workspaces are called: nobody else's files, for they are removed.
 PREFIX, SUFFIX = ".amp_write.", ".tmp"
+#: What network drives and file systems in user space answer that bring no folder to the disk.
+_NO_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP)
 _LOCK, _JOURNAL, _NEW, _OLD = "amp_transpiler.lock", "journal.json", "new", "old"
 
 
@@ -350,11 +353,14 @@ def put(content: bytes) -> Write:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder last through a power cut, where folders can be opened."""
+    """Make the names in a folder last through a power cut, where the system and the disk do that for folders."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
     finally:
         os.close(handle)

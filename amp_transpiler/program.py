@@ -100,6 +100,9 @@ class Program(Blocks):
         """
         return clone.clone(self, for_test)
 
+    def __copy__(self) -> Program:
+        return self.clone()  # one that shares operators would be changed with this one, and not know
+
     # -- places --------------------------------------------------------------------------------
     def convert_opset(self, target: int = TARGET_OPSET) -> bool:
         """Rewrite every ai.onnx operator, nested ones too, to ``target`` (7 to what onnx knows); whether any changed.

@@ -16,7 +16,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ModelFileWri
 from amp_transpiler.export.manifest import FORMAT, MANIFEST, PlaceStep
 from amp_transpiler.export.serving import SERVED, places_of
 from amp_transpiler.file_targets import check_space
-from amp_transpiler.files import Group, put
+from amp_transpiler.files import Group, put, remove_leftovers
 from amp_transpiler.ir.serializing import LIMIT, serialized
 from amp_transpiler.runtime.checkpoint.writing import META, TENSORS, checksum, file_hash, write_tensors
 
@@ -37,6 +37,8 @@ def checked_folder(folder: Any, call: str, overwrite: bool) -> Path:
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         kind = "a symbolic link" if path.is_symlink() else "a file"
         raise ArgumentError(f"{call}: '{path}' is {kind}; name a new folder, or one that holds an exported step")
+    if path.is_dir():
+        remove_leftovers(path)  # an export that was killed here is done again
     if not path.is_dir() or not os.listdir(path):
         return path
     if not _is_ours(path):

@@ -19,7 +19,7 @@ from amp_transpiler.files import Write, check_outputs, put, write_files
 from amp_transpiler.ir.serializing import serialized
 from amp_transpiler.ir.types import BYTES
 from amp_transpiler.runtime.checkpoint.checkpoints import chosen_checkpoint
-from amp_transpiler.runtime.checkpoint.reading import TensorFile, read_meta
+from amp_transpiler.runtime.checkpoint.reading import read_checkpoint
 from amp_transpiler.runtime.checkpoint.writing import file_hash
 
 PathLike = str | os.PathLike[str]
@@ -73,7 +73,7 @@ class _Weights:
     """The weights of a checkpoint, and where they belong."""
 
     def __init__(self, said: Mapping[str, Any], source: Path) -> None:
-        meta = read_meta(source)
+        meta, self._file = read_checkpoint(source)
         if meta["program"]["fingerprint"] != said["program"]["fingerprint"]:
             raise CheckpointMismatchError(
                 f"{CALL}: checkpoint '{source}' is one of another program, '{meta['program']['name']}', than the step "
@@ -81,7 +81,6 @@ class _Weights:
                 "that was trained, or train this step"
             )
         self.places = said["serving"]["weights"]
-        self._file = TensorFile(source, meta)
         kinds = {one["name"]: (one["dtype"], one["shape"]) for one in said["states"]}
         held = meta["tensors"]
         for name in (one["state"] for one in self.places):

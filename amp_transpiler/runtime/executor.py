@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
-import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +26,7 @@ from amp_transpiler.runtime.begun import begin, warn_of_shared
 from amp_transpiler.runtime.binding import PlainStep, Step, needs_plain
 from amp_transpiler.runtime.capture import CapturedStep, check_capturable
 from amp_transpiler.runtime.collective.current import own_rank, own_size
+from amp_transpiler.runtime.forks import OfOneProcess
 from amp_transpiler.runtime.host_tables import HostTables
 from amp_transpiler.runtime.largest_feeds import Shapes, largest_feeds
 from amp_transpiler.runtime.locks import Uninterrupted
@@ -36,6 +35,7 @@ from amp_transpiler.runtime.plan import (
     Plan,
     Plans,
     Session,
+    Tables,
     check_home,
     fed_together,
     fetch_names,
@@ -64,7 +64,7 @@ class MemoryReport:
     two_buffers: dict[str, str]
 
 
-class Executor:
+class Executor(OfOneProcess):
     """Runs programs on ``place`` (default ``CPUPlace()``).
 
     Sessions are compiled once per program, feed shapes and fetches, the last ``max_sessions`` of them per program and
@@ -92,7 +92,8 @@ class Executor:
     (program, fetches, feed shapes) makes its session while others that need it wait; sessions of other signatures are
     made at the same time. Runs go on side by side in different scopes, and in one scope where they write nothing; a
     step that updates a scope has it for itself (see :class:`Scope`). A program must not be changed while it runs:
-    build and rewrite it first, in one thread.
+    build and rewrite it first, in one thread. A process that ``os.fork`` makes compiles anew; fork while no other
+    thread runs anything, and let the child end by ``os._exit``, as multiprocessing's do (onnxruntime 1.31 hangs else).
 
     ``host_tables``: sparse tables, variables or names, that stay in host memory with their master weights and moments;
     a step takes the rows that it looks up to the place, each once, and brings changed ones back unless it was bad.
@@ -125,8 +126,8 @@ class Executor:
         self.max_sessions = max_sessions
         host = Executor(optimization_level=optimization_level, threads=threads) if host_tables else None
         self._host_tables = None if host is None else HostTables(host_tables, host.run)
-        self._programs: weakref.WeakKeyDictionary[Program, Plans] = weakref.WeakKeyDictionary()
-        self._lock = threading.RLock()  # of the tables: who holds it waits for nothing
+        self._tables = Tables()
+        self._programs = self._tables.programs
         self._require(self.place)
 
     def _require(self, place: Place) -> None:
@@ -234,7 +235,7 @@ class Executor:
 
     def close(self) -> None:
         """Free every session, and the memory that no other executor uses. This one still runs, and compiles anew."""
-        with self._lock:
+        with self._tables.lock:
             self._programs.clear()
         release_memory()
 
@@ -250,7 +251,7 @@ class Executor:
         return plan, feeds, step
 
     def _plan(self, program: Program, names: tuple[str, ...], spread: bool) -> Plan:
-        with self._lock:
+        with self._tables.lock:
             cache = self._programs.get(program)
             if cache is None or cache.version != program.version:
                 cache = self._programs[program] = Plans(program.version)
@@ -268,7 +269,7 @@ class Executor:
         if not plan.shaped and key != plan.fed:
             plan.feeds.check_shapes(feeds)
             plan.fed = key
-        with self._lock:
+        with self._tables.lock:
             session = plan.sessions.get(served)
             if session is None:
                 session = plan.sessions[served] = Session(largest)
@@ -297,10 +298,10 @@ class Executor:
             raise type(error)(f"{error}{fed_together(shapes)}") from None
         finally:
             if session.step is None:  # what cannot be compiled takes no place
-                with self._lock:
+                with self._tables.lock:
                     plan.sessions.pop(served, None)
         plan.seconds += time.monotonic() - start
-        with self._lock:
+        with self._tables.lock:
             drops = len(plan.sessions) > self.max_sessions
             if drops:
                 plan.sessions.popitem(last=False)
@@ -382,7 +383,7 @@ class Executor:
         with collector_paused():
             parts = startup_parts(program, plan.sources)
         step = None if parts.rest is None else self._step(parts.rest, plan, feeds)
-        with self._lock:
+        with self._tables.lock:
             plan.sessions.clear()
             plan.last = None
         with scope.writing(), Uninterrupted():

@@ -12,7 +12,11 @@ import _signal as signals  # type: ignore[import-not-found]
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
+
+from amp_transpiler.errors import OrderError
+from amp_transpiler.runtime.forks import tell_of_forks
 
 
 class StepLock:
@@ -25,10 +29,12 @@ class StepLock:
     """
 
     def __init__(self) -> None:
-        self._turn = threading.RLock()  # held by the writer, and by a reader for the moment in which it enters
+        # Held by the writer, and by a reader for the moment in which it enters.
+        self._turn: threading.RLock | _Lost = threading.RLock()
         self._left = threading.Condition()  # told when a reader leaves while a writer waits
         self._waits = False
         self._readers: dict[object, int] = {}  # a token for each block that reads -> its thread
+        tell_of_forks(self)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -64,6 +70,36 @@ class StepLock:
             while any(reader != me for reader in list(self._readers.values())):
                 self._left.wait(1)  # and look again: Ctrl-C may have kept a reader from telling
             self._waits = False
+
+    def forked(self) -> None:
+        """In a child process: those that read are not here, and what one who wrote has left is not to be used."""
+        me = threading.get_ident()
+        self._readers = {token: reader for token, reader in self._readers.items() if reader == me}
+        self._left, self._waits = threading.Condition(), False
+        if self._turn.acquire(blocking=False):
+            self._turn.release()
+        else:
+            self._turn = _Lost()
+
+
+class _Lost:
+    """The turn of a thread that this process does not have: nobody else ever gets it."""
+
+    def acquire(self, blocking: bool) -> bool:
+        return False
+
+    def release(self) -> None: ...
+
+    def __enter__(self) -> None:
+        raise OrderError(
+            "this process was forked while another thread of its parent was in the middle of a step, which ends there "
+            "alone: the values here may be partly of one step and partly of the next. Fork while no thread runs a "
+            'step, start processes with multiprocessing\'s "spawn", or run in another Scope, from a checkpoint'
+        )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
 
 #: Of all devices: runs and copies read; what must have them for itself writes, as the capture of a graph, and all calls

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from amp_transpiler.errors import ArgumentTypeError, GraphError, ScopeError
 from amp_transpiler.ir.accumulation_window import AccumulationWindow
@@ -22,6 +23,7 @@ from amp_transpiler.runtime.binding import PlainStep, Step
 from amp_transpiler.runtime.collective.current import several
 from amp_transpiler.runtime.dealt import dealt_variables
 from amp_transpiler.runtime.feeds import Feeds, shape_of
+from amp_transpiler.runtime.forks import never_free, tell_of_forks
 from amp_transpiler.runtime.largest_feeds import Shapes, has_uneven_exchanges
 from amp_transpiler.runtime.open_steps import OpenSteps
 from amp_transpiler.runtime.report import ReportRequest
@@ -76,6 +78,21 @@ class Plans:
     version: int
     plans: dict[tuple[tuple[str, ...], bool, int, int], Plan] = field(default_factory=dict)
     last: Plan | None = None
+
+
+class Tables:
+    """The plans of the programs that an executor runs. Who holds ``lock``, which is theirs, waits for nothing."""
+
+    def __init__(self) -> None:
+        self.programs: WeakKeyDictionary[Program, Plans] = WeakKeyDictionary()
+        self.lock = threading.RLock()
+        tell_of_forks(self)
+
+    def forked(self) -> None:
+        """In a child process: leave the sessions of the parent alone. They would run on one thread."""
+        never_free(list(self.programs.values()))
+        self.programs.clear()
+        self.lock = threading.RLock()
 
 
 def make_plan(program: Program, names: tuple[str, ...], spread: bool, place: Place) -> Plan:

@@ -22,11 +22,12 @@ from amp_transpiler.lists.paddle import paddle_attributes
 from amp_transpiler.ops.training.master_names import master_names, mastered
 from amp_transpiler.passes.lowering.place import CPUPlace, Place
 from amp_transpiler.runtime import device_tensors
+from amp_transpiler.runtime.forks import OfOneProcess
 from amp_transpiler.runtime.locks import StepLock
 from amp_transpiler.spelling import near_names
 
 
-class Scope:
+class Scope(OfOneProcess):
     """Values by variable name. Programs that name a variable alike share its value (train and test programs do).
 
     A value stays on the device of the executor that used it last; it moves when another asks for it.

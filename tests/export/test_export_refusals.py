@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import onnxruntime as ort
 import pytest
 
 import amp_transpiler as amp
+from amp_transpiler import files
 from amp_transpiler.export import folder as writing
 from amp_transpiler.nn import functional as F
 from tests.helpers.checkpoints import Small, build
@@ -92,6 +94,14 @@ def test_open_feeds_and_unknown_predictions_are_named(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
     folder = main.export_training(tmp_path / "step", CPU, {"x": (2, 4)}, outputs=[code], scope=scope)
     assert [out.name for out in onnx.load(folder / "infer.onnx").graph.output] == [code.name]
+
+
+def test_where_an_export_was_killed_the_next_one_writes(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
+    workspace = files.Workspace(tmp_path)
+    if workspace._lock is not None:
+        os.close(workspace._lock)  # as the end of the process does
+    net.main.export_training(tmp_path, CPU, scope=scope)
+    assert (tmp_path / "manifest.json").is_file() and not list(tmp_path.glob(".*"))
 
 
 def test_folders_with_other_things_in_them_stay(net: Small, scope: amp.Scope, tmp_path: Path) -> None:

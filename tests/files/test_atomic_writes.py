@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -284,3 +286,26 @@ def test_a_workspace_that_is_taken_for_left_behind_is_made_anew(
     monkeypatch.setattr(files.tempfile, "mkdtemp", stolen)
     write_files([(tmp_path / "a", put(b"1"))])
     assert len(taken) == 2 and contents(tmp_path) == {"a": b"1"} and os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="folders are brought to the disk on POSIX alone")
+@pytest.mark.parametrize("answer", ["EINVAL", "ENOSYS", "EOPNOTSUPP", "EIO"])
+def test_a_disk_that_brings_no_folder_to_itself_is_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    """As drives of other systems, and file systems in user space. A disk that fails is an error as before."""
+    laid(tmp_path / "home", OLD)
+    sync = os.fsync
+
+    def refuses(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(getattr(errno, answer), os.strerror(getattr(errno, answer)))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", refuses)
+    if answer == "EIO":
+        with pytest.raises(ModelFileWriteError, match="cannot be written: Input/output error"):
+            write_all(tmp_path / "home")
+    else:
+        write_all(tmp_path / "home")
+    assert contents(tmp_path / "home") == (OLD if answer == "EIO" else NEW)

@@ -1,6 +1,7 @@
 """Paths that people seldom write: names at the limit of the disk, what is said twice, folders named like the model."""
 
 import errno
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,19 @@ def test_a_name_of_external_data_that_no_model_can_hold(model: Path, capsys: pyt
         assert main(["convert", str(model), *arguments]) == 2
         assert "not UTF-8" in _error(capsys)
     assert os.listdir(model.parent) == ["in.onnx"]
+
+
+def test_reports_on_a_model_whose_name_is_not_utf_8(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = model.parent / "m\udcff.onnx"
+    try:
+        model.rename(source)
+    except OSError:
+        pytest.skip("the disk holds names in UTF-8 alone")
+    page, data = (model.parent / f"r\udcff.{kind}" for kind in ("html", "json"))
+    arguments = ["convert", str(source), str(source.with_name("o.onnx")), "--report", str(page), "--json", str(data)]
+    assert main(arguments) == 0 and capsys.readouterr().err == ""
+    assert "m\\udcff.onnx in float16" in page.read_text(encoding="utf-8")
+    assert json.loads(data.read_text(encoding="ascii"))["source"] == str(source)
 
 
 def test_a_file_in_the_place_of_a_folder_is_told_once(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -125,6 +126,17 @@ def test_clone_for_test() -> None:
     assert all(np.array_equal(before[name], scope[name]) for name in before)
     alone = run(test, scope, {name: value[:1] for name, value in feeds.items()}, [test.var(prediction.name)])
     np.testing.assert_allclose(alone[0], probability[:1], rtol=1e-5)
+
+
+def test_a_copy_by_the_standard_library_is_a_program_of_its_own() -> None:
+    with building() as (main, startup):
+        y = nn.data("x", [None, 4]) * 2.0
+    before = types(main)
+    other = copy.copy(main)
+    assert types(other) == before and all(op.program is other for op in other.operators)
+    with program_guard(other, startup):
+        F.relu(other.var(y.name))
+    assert types(main) == before and types(other) == [*before, "Relu"]
 
 
 def test_names_and_scopes() -> None:

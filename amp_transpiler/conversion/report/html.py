@@ -37,7 +37,7 @@ def to_html(conversion: Conversion) -> str:
     style = _part("page.css")
     script = "\n".join(_part(name) for name in _SCRIPTS)
     parts = {
-        "TITLE": html.escape(f"{conversion.source} in {conversion.dtype}"),
+        "TITLE": html.escape(f"{_utf8(conversion.source)} in {conversion.dtype}"),
         "SCRIPT_HASH": _hash(script),
         "STYLE_HASH": _hash(style),
         "STYLE": style,
@@ -126,6 +126,11 @@ def _limits(dtype: str) -> dict[str, Any]:
     """The format's largest number, smallest normal and smallest number above zero."""
     limits = LIMITS[dtype]
     return {"dtype": dtype, "largest": limits.largest, "normal": limits.normal, "smallest": limits.smallest}
+
+
+def _utf8(path: str) -> str:
+    """A path whose bytes are not UTF-8 has them as escapes, as the data of the page has."""
+    return path.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _part(name: str) -> str:

@@ -34,7 +34,7 @@ from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.option_checks import is_whole
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
-from amp_transpiler.runtime.checkpoint.reading import TensorFile, read_meta
+from amp_transpiler.runtime.checkpoint.reading import TensorFile, read_checkpoint, read_meta
 from amp_transpiler.runtime.checkpoint.renaming import Renames
 from amp_transpiler.runtime.checkpoint.restore import restore, stored_tensors, warn_of_window
 from amp_transpiler.runtime.checkpoint.state_slots import (
@@ -180,9 +180,7 @@ def load_checkpoint(
     call = "load_checkpoint"
     _check_program(program, call)
     scope = check_scope(scope)
-    folder = chosen_checkpoint(_path(path, call))
-    meta = read_meta(folder)
-    file = TensorFile(folder, meta)
+    folder, meta, file = _last_read(_path(path, call))
     what = f"checkpoint '{folder}'"
     stored = stored_tensors(meta, file, program, rename, what)
     found = restore(program, stored, scope, what, strict=strict)
@@ -231,6 +229,17 @@ def chosen_checkpoint(path: Path) -> Path:
     if os.path.isdir(path) and not any(path.glob("*.safetensors")):
         raise CheckpointNotFoundError(f"there is no checkpoint in folder '{path}'")
     return path  # reading it says what it is
+
+
+def _last_read(path: Path) -> tuple[Path, dict[str, Any], TensorFile]:
+    """The checkpoint to load: another process may write the next one meanwhile, and remove this one."""
+    while True:
+        folder = chosen_checkpoint(path)
+        try:
+            return folder, *read_checkpoint(folder)
+        except CheckpointNotFoundError:
+            if chosen_checkpoint(path) == folder:
+                raise
 
 
 # -- saving ----------------------------------------------------------------------------------------------

@@ -196,3 +196,27 @@ class TensorFile:
         array: np.ndarray = self._file.get_tensor(name)
         dtype = numpy_dtype(self._said[name]["dtype"])
         return array if array.dtype == dtype else array.view(dtype)
+
+
+def read_checkpoint(folder: Path) -> tuple[dict[str, Any], TensorFile]:
+    """What a checkpoint says of itself, and its tensors; of one that is replaced meanwhile, those of the new one.
+
+    Errors of :func:`read_meta` and :class:`TensorFile`.
+    """
+    while True:
+        before = _stamp(folder)
+        meta = read_meta(folder)
+        try:
+            return meta, TensorFile(folder, meta)
+        except CheckpointError:
+            if _stamp(folder) == before:
+                raise
+
+
+def _stamp(folder: Path) -> tuple[int, int] | None:
+    """What tells a ``meta.json`` from the one that replaces it; None where there is none."""
+    try:
+        found = (folder / META).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
