@@ -278,6 +278,7 @@ traits(_MS + "FusedConv", _MS + "FusedGemm", product=True, weights=(1, 2), biase
 traits(_MS + "MatMulNBits", product=True, biases=(5,), coarse="accuracy_level")
 traits(_MS + "MatMulBnb4", product=True, settings=(2,))
 traits(_MS + "MoE", weights=(2, 3, 4, 5, 6, 7), biases=(3, 5, 7))
+traits(_MS + "QMoE", weights=(4, 7, 10), biases=(4, 7, 10))
 traits(_MS + "CausalConvWithState", weights=(1, 2), biases=(2,))
 traits(_MS + "VarlenCausalConvWithState", weights=(1, 3), biases=(3,))
 traits(_MS + "GatedAdd", elementwise=True, adds=True, carries_large=True)

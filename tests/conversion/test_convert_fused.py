@@ -130,6 +130,21 @@ def test_experts_and_short_convolutions_run_in_16_bit(mode: str) -> None:
     assert {i.data_type for i in program.to_onnx().graph.initializer} <= {TensorProto.FLOAT16, TensorProto.INT64}
 
 
+@pytest.mark.parametrize("mode", ["pure", "mixed"])
+def test_experts_of_4_bits_run_in_16_bit(mode: str) -> None:
+    """Their scales are of the type of the data: CUDA has no kernel of them in fp32."""
+    model = filled("""<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
+      m (float[6,32] x) => (float[6,32] y) <float[32,4] r, float[4,64] us, float[4,64] ub, float[4,32] ds> {
+        t = Tanh(x)  s = MatMul(t, r)
+        m = com.microsoft.QMoE<k = 2, activation_type = "silu">(t, s, u, us, ub, d, ds)  y = Add(m, t) }""")
+    for name, shape in (("u", (4, 64, 16)), ("d", (4, 32, 32))):
+        model.graph.initializer.append(numpy_helper.from_array(_RNG.integers(0, 256, shape, np.uint8), name))
+    program = amp.convert(model, mode=mode, keep_io=False, check=True)
+    assert {op.precision for op in program.operators} == {"float16"}
+    assert program.conversion.verdict.met
+    assert {i.data_type for i in program.to_onnx().graph.initializer} == {TensorProto.FLOAT16, TensorProto.UINT8}
+
+
 def test_what_is_float32_whatever_the_data_is_stays() -> None:
     """Statistics that a norm gives, and the scales of a quantised cache."""
     program = amp.Program.from_onnx(
