@@ -153,3 +153,24 @@ def test_a_scale_that_float16_does_not_hold_keeps_it_fp32() -> None:
     done = amp.convert(model, mode="mixed")
     (kept,) = [op for op in done.operators if op.type == "DequantizeLinear" and op.precision == "float32"]
     assert kept.reason == "fp32: constant 't' holds 1e-09, which is 0 in fp16"
+
+
+def test_where_a_quantised_model_is_off_it_is_said_how_far_it_moves_by_itself() -> None:
+    """Numbers between two integers fall on the other side by the last rounding, whatever makes it."""
+    model, rng = layers(1), np.random.default_rng(0)
+    x = {"x": (0.02 * (rng.integers(-100, 100, (64, 64)) + 0.5)).astype(np.float32)}
+
+    def said(tolerance: float) -> list[str]:
+        notes = amp.convert(model, calibration=x, check=True, tolerance=tolerance).conversion.notes
+        return [note for note in notes if "quantises" in note]
+
+    exact, other = (
+        session(model).run(None, {"x": each})[0] for each in (x["x"], x["x"].astype(np.float16).astype(np.float32))
+    )
+    moved = np.linalg.norm(other - exact) / np.linalg.norm(exact)
+    assert moved > 1e-3
+    assert said(1e-4) == [
+        "the model quantises what it computes: with that rounded to float16 before, and all else in float32, output 'y' "
+        f"moves by {moved:.3g}"
+    ]
+    assert said(1.0) == []
