@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -179,6 +179,16 @@ def _matmul_range(op: Operator, ranges: Ranges) -> Interval | None:
     if ranges.content(left) is not None:
         return weighted(ranges.bound(right), ranges, left, lambda rank: (rank - 1,))
     return weighted(ranges.bound(left), ranges, right, lambda rank: _matmul_axes(op, rank))
+
+
+@range_rule("Einsum")
+def _einsum_range(op: Operator, ranges: Ranges) -> Interval | None:
+    """Of products that are not added up: the result has every label."""
+    left, arrow, result = str(op.attrs["equation"]).replace(" ", "").partition("->")
+    bounds = [found for v in op.inputs if (found := ranges.bound(v)) is not None]
+    if not arrow or len(bounds) < len(op.inputs) or not set(left) - {","} <= set(result):
+        return None
+    return reduce(interval_product, bounds)
 
 
 def _is_softmax(variable: Variable | None) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 from amp_transpiler.conversion.bisection import BUDGET, CHOOSING, RETURNING, Bisection, Found
 from amp_transpiler.conversion.calibration.as_given import measurable, outputs_as_given, session_as_given
 from amp_transpiler.conversion.calibration.measure import Measurement, measure, outputs_of
+from amp_transpiler.conversion.calibration.own_steps import own_steps
 from amp_transpiler.conversion.calibration.samples import load_calibration
 from amp_transpiler.conversion.calibration.trials import Trials
 from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions
@@ -74,6 +75,7 @@ class Outcome:
     assignment: Assignment
     operators: list[Operator] = field(default_factory=list)
     rounds: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     measurement: Measurement | None = None
     verdict: Verdict | None = None
     expected: Sequence[Sequence[Any]] | None = None
@@ -117,6 +119,7 @@ class _Search:
         self.tolerance = math.inf if options.allowed is None else options.allowed
         self.tensors: dict[str, Reason] = {}
         self.rounds: list[str] = []
+        self.notes: list[str] = []
         most = 4 + BUDGET + TRIES + (TRIES - 1) * (CHOOSING + RETURNING)
         self.runs, self.most = 0, most if options.searches else 2
         self.expected = (
@@ -135,6 +138,8 @@ class _Search:
         if self.tensors:
             self._note(first, f"; {len(self.tensors)} tensors do not fit {self.dtype}")
             first = self._measured(self._converted({}))
+        if not _judged(first).met:
+            self.notes += own_steps(self.program, self.batches, self.dtype)
         if not self.options.searches or _judged(first).met:
             self._note(first, f", within {self.tolerance:g}" if self.options.searches else "")
             return first
@@ -219,7 +224,7 @@ class _Search:
             for i, why in kept.items():
                 constraints.keep(operators[i], why)
         made = assigned(copy, constraints, self.options)
-        return Outcome(copy, constraints, made, operators, self.rounds, expected=self.expected)
+        return Outcome(copy, constraints, made, operators, self.rounds, self.notes, expected=self.expected)
 
     def _measured(self, outcome: Outcome, *, tensors: bool = True, why: str = "") -> Outcome:
         self._progress(f"{_operators(outcome.program, self.dtype)} operators in {self.dtype}")
@@ -330,4 +335,4 @@ class Search(Pass):
         graph.exchange(outcome.program)
         context[SEARCHED], context[CONSTRAINTS] = outcome, outcome.constraints
         context[ASSIGNMENT] = outcome.assignment
-        context.notes += remarks(graph, options, outcome.assignment)
+        context.notes += [*outcome.notes, *remarks(graph, options, outcome.assignment)]

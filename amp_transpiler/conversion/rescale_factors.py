@@ -41,12 +41,19 @@ def rescale_factors(program: Graph, names: frozenset[str], keep: frozenset[Opera
 
 def _suspect(op: Operator) -> list[int]:
     """The slot of a product that holds the factor, in a list; none where it is none or fits."""
-    made = op.output(0)
-    if made is None or made in op.program.outputs or not made.readers:
-        return []
-    if not all(_adds(reader, slot, made) for reader, slot in made.readers):
+    if not _only_added(op.output(0)):
         return []
     return [slot for slot in (0, 1) if _coarse(op.input(slot)) and _array(op.input(1 - slot), _VECTOR) is None]
+
+
+def _only_added(made: Variable | None) -> bool:
+    """Whether the tensor is read by nothing but additions, turned before or as it is."""
+    if made is None or made in made.program.outputs or not made.readers:
+        return False
+    return all(
+        _adds(reader, slot, made) or (reader.full_type == "Transpose" and _only_added(reader.output(0)))
+        for reader, slot in made.readers
+    )
 
 
 def _adds(op: Operator, slot: int | str, made: Variable) -> bool:

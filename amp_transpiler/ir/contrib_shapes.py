@@ -12,16 +12,17 @@ from amp_transpiler.ir.types import FLOATS
 #: Output 0 has the shape of input 0.
 _SAME_SHAPE = frozenset(
     """
-    Affine BiasDropout BiasGelu BiasSoftmax BitmaskBiasDropout BitmaskDropout DequantizeLinear FastGelu GatedRMSNorm
-    Gelu GroupNorm ImageScaler MoE ParametricSoftplus QLinearLeakyRelu QLinearSigmoid QLinearSoftmax QuantizeLinear
-    QuickGelu RotaryEmbedding Scale ScaledSiLU ScaledTanh SimplifiedLayerNormalization SkipGroupNorm
+    Affine BiasAdd BiasDropout BiasGelu BiasSoftmax BitmaskBiasDropout BitmaskDropout DequantizeLinear FastGelu
+    GatedRMSNorm Gelu GroupNorm ImageScaler MoE ParametricSoftplus QLinearLeakyRelu QLinearSigmoid QLinearSoftmax
+    QuantizeLinear QuickGelu RotaryEmbedding Scale ScaledSiLU ScaledTanh SimplifiedLayerNormalization SkipGroupNorm
     SkipLayerNormalization SkipSimplifiedLayerNormalization Trilu
     """.split()  # noqa: SIM905
 )
 #: Output 0 has the shape that these inputs are broadcast to.
 _BROADCAST = {"QLinearAdd": (0, 3), "QLinearMul": (0, 3), "QLinearWhere": (0, 1, 4)}
-#: The output, besides the first, that has the shape of input 0: the sum that is normalised.
-_SUMS = {"SkipLayerNormalization": 3, "SkipSimplifiedLayerNormalization": 3}
+#: The output, besides the first, that has the shape of input 0: the sum that is normalised. Those before it are the
+#: statistics of each row.
+_SUMS = {"SkipGroupNorm": 1, "SkipLayerNormalization": 3, "SkipSimplifiedLayerNormalization": 3}
 
 
 def contrib_shape(op: Operator, slot: int) -> Shape | None:
@@ -29,7 +30,8 @@ def contrib_shape(op: Operator, slot: int) -> Shape | None:
     if slot and op.type == "DynamicQuantizeLSTM":
         return _lstm_states(op)
     if slot:
-        return _of(op, 0) if _SUMS.get(op.type) == slot else None
+        added, shape = _SUMS.get(op.type, 0), _of(op, 0)
+        return shape if slot == added else (*shape[:-1], 1) if shape and slot < added else None
     if op.type in _SAME_SHAPE:
         return _of(op, 0)
     if op.type in _BROADCAST:
@@ -82,6 +84,19 @@ def _convolution(op: Operator) -> Shape | None:
     if image is None or filters is None:
         return None
     return (image[0], filters[0], *_windows(op, image[2:], filters[2:]))
+
+
+def _convolution_of_last(op: Operator) -> Shape | None:
+    """Of images whose channels come last, as those of the filters do."""
+    image, filters = _of(op, 0), _of(op, 1)
+    if image is None or filters is None:
+        return None
+    return (image[0], *_windows(op, image[1:-1], filters[1:-1]), filters[0])
+
+
+def _half_as_wide(op: Operator) -> Shape | None:
+    data = _of(op, 0)
+    return None if not data else (*data[:-1], data[-1] // 2 if isinstance(data[-1], int) else None)
 
 
 def _pool(op: Operator) -> Shape | None:
@@ -186,6 +201,7 @@ def _grouped_attention(op: Operator) -> Shape | None:
 
 _RULES: dict[str, Callable[[Operator], Shape | None]] = {
     "Attention": _packed_attention,
+    "BiasSplitGelu": _half_as_wide,
     "Crop": _crop,
     "DynamicQuantizeLSTM": _lstm,
     "DynamicQuantizeMatMul": _product,
@@ -198,6 +214,7 @@ _RULES: dict[str, Callable[[Operator], Shape | None]] = {
     "MatMulIntegerToFloat": _product,
     "MatMulNBits": _quantised_product,
     "MultiHeadAttention": _attention,
+    "NhwcConv": _convolution_of_last,
     "QAttention": _packed_attention,
     "QEmbedLayerNormalization": _embedding,
     "QGemm": _product,

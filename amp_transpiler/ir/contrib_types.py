@@ -27,7 +27,7 @@ _AS_FIRST = frozenset(
     QLinearAdd QLinearAveragePool QLinearGlobalAveragePool QLinearLeakyRelu QLinearMul QLinearReduceMean
     QLinearSigmoid QLinearSoftmax QMoE QOrderedAttention QOrderedGelu QOrderedLayerNormalization
     QOrderedLongformerAttention QOrderedMatMul QuickGelu Range RelativePositionBias RestorePadding Rfft
-    RotaryEmbedding RouterGateUpProj ScaledSiLU SkipGroupNorm SparseAttention SwiGLU TorchEmbedding TransposeMatMul
+    RotaryEmbedding RouterGateUpProj ScaledSiLU SparseAttention SwiGLU TorchEmbedding TransposeMatMul
     Trilu UnfoldTensor VarlenCausalConvWithState
     """.split()  # noqa: SIM905
 )
@@ -66,6 +66,7 @@ _BY_OUTPUT: dict[str, tuple[int | str, ...]] = {
     "QuantizeWithOrder": ("int8",),
     "RemovePadding": (0, 1, 1, 1),
     "Sampling": (0, 3),
+    "SkipGroupNorm": (0, 0),
     "SkipLayerNormalization": (0, "float32", "float32", 0),
     "SkipSimplifiedLayerNormalization": (0, "float32", "float32", 0),
     "SparseAttentionIndexer": (12, 0, 0),
@@ -86,8 +87,14 @@ _IN_ONNX: dict[str, tuple[int | str, ...]] = {
     "SimplifiedLayerNormalization": (0, "float32"),
     **dict.fromkeys(WITHDRAWN, (0,)),
 }
-#: Inputs that are float32 whatever the data is, of operators that operator lists name: scales of a quantised cache.
-_PINNED_INPUTS: dict[str, frozenset[int]] = {"GroupQueryAttention": frozenset({12, 13})}
+#: Inputs that are float32 whatever the data is, of operators that operator lists name: scales of a quantised cache and
+#: of whole experts, and what CUDA's group norms take for that though their schema lets it be of the data's type.
+_PINNED_INPUTS: dict[str, frozenset[int]] = {
+    "GroupNorm": frozenset({1, 2}),
+    "GroupQueryAttention": frozenset({12, 13}),
+    "QMoE": frozenset({15, 16, 17, 18}),
+    "SkipGroupNorm": frozenset({1, 2}),
+}
 
 
 def contrib_types(op: Operator) -> list[TensorType] | None:

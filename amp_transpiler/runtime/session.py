@@ -37,6 +37,7 @@ from amp_transpiler.runtime.chain import chained
 from amp_transpiler.runtime.collective.current import engine_on
 from amp_transpiler.runtime.graph_optimizers import IN_FP32, PAIRS_AS_THEY_ARE, UNWANTED, useless_optimizers
 from amp_transpiler.runtime.heap import trim
+from amp_transpiler.runtime.inputs_held import inputs_held
 from amp_transpiler.runtime.providers import alone, built_in, in_turn, plugin
 from amp_transpiler.runtime.session_cache import SessionCache
 from amp_transpiler.runtime.size_nodes import size_nodes
@@ -118,7 +119,7 @@ def create_session(
                 "them; leave sequences and optional values out of the training program"
             )
     _refuse_types(model.graph, place, name)
-    data = _serialized(model, name)
+    data = _serialized(inputs_held(model, place.kind), name)
     if place.kind == "cpu" and b"ScatterND" in data and _races(model.graph):
         settings = replace(settings, threads=1)
     _settle_arena()

@@ -130,6 +130,37 @@ def test_experts_and_short_convolutions_run_in_16_bit(mode: str) -> None:
     assert {i.data_type for i in program.to_onnx().graph.initializer} <= {TensorProto.FLOAT16, TensorProto.INT64}
 
 
+@pytest.mark.parametrize("mode", ["pure", "mixed"])
+def test_experts_of_4_bits_run_in_16_bit(mode: str) -> None:
+    """Their scales are of the type of the data: CUDA has no kernel of them in fp32."""
+    model = filled("""<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
+      m (float[6,32] x) => (float[6,32] y) <float[32,4] r, float[4,64] us, float[4,64] ub, float[4,32] ds> {
+        t = Tanh(x)  s = MatMul(t, r)
+        m = com.microsoft.QMoE<k = 2, activation_type = "silu">(t, s, u, us, ub, d, ds)  y = Add(m, t) }""")
+    for name, shape in (("u", (4, 64, 16)), ("d", (4, 32, 32))):
+        model.graph.initializer.append(numpy_helper.from_array(_RNG.integers(0, 256, shape, np.uint8), name))
+    program = amp.convert(model, mode=mode, keep_io=False, check=True)
+    assert {op.precision for op in program.operators} == {"float16"}
+    assert program.conversion.verdict.met
+    assert {i.data_type for i in program.to_onnx().graph.initializer} == {TensorProto.FLOAT16, TensorProto.UINT8}
+
+
+def test_what_optimisers_make_of_diffusion_models_runs_in_16_bit() -> None:
+    """CUDA has the only kernels; its group norms read scale and bias in fp32. Each stood between two casts."""
+    model = filled("""<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>
+      m (float[1,6,6,16] x) => (float[1,6,6,8] y) <float[16,3,3,16] w, float[16] b, float[16] g, float[8] h> {
+        c = com.microsoft.NhwcConv<pads = [1,1,1,1]>(x, w, b)
+        n = com.microsoft.GroupNorm<groups = 4, activation = 1, channels_last = 1>(c, g, b)
+        m, s = com.microsoft.SkipGroupNorm<groups = 4, activation = 0, channels_last = 1>(n, g, b, c, b)
+        l = Add(m, s)  a = com.microsoft.BiasSplitGelu(l, b)  y = com.microsoft.BiasAdd(a, h, a) }""")
+    program = amp.convert(model)
+    assert {op.precision for op in program.operators if op.type != "Cast"} == {"float16"}
+    assert sum(op.type == "Cast" for op in program.operators) == 2
+    kept = {i.name for i in program.to_onnx().graph.initializer if i.data_type == TensorProto.FLOAT}
+    norms = [op for op in program.operators if op.type.endswith("GroupNorm")]
+    assert kept == {op.input(slot).name for op in norms for slot in (1, 2)}
+
+
 def test_what_is_float32_whatever_the_data_is_stays() -> None:
     """Statistics that a norm gives, and the scales of a quantised cache."""
     program = amp.Program.from_onnx(

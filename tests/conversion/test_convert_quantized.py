@@ -97,7 +97,7 @@ BLACK = [{"black_list": ["QuantizeLinear", "DequantizeLinear"]}, {"numeric_guard
 
 @pytest.mark.parametrize("asked", BLACK)
 def test_lists_that_keep_it_fp32_raise_no_opset_and_what_casts_cost_is_said(asked: dict[str, Any]) -> None:
-    done = amp.convert(layers(3), mode="mixed", **asked)
+    done = amp.convert(layers(3), mode="mixed", white_list=["MatMul"], **asked)
     assert done.opset() == 17
     assert {op.precision for op in done.operators if "uantizeLinear" in op.type} == {"float32"}
     # Each product reads two tensors that are cast, at 4 + 2 bytes each element, and its result is cast back.
@@ -110,6 +110,41 @@ def test_lists_that_keep_it_fp32_raise_no_opset_and_what_casts_cost_is_said(aske
     )
 
 
+WIDE = """<ir_version: 10, opset_import: ["" : 19, "com.microsoft" : 1]>
+m (float[64,64] x) => (float[64,64] y) <float s = {0.001}, uint16 z = {32768}, float t = {0.01}, int8 o = {0}, int8[64,64] w> {
+  a = com.microsoft.QuantizeLinear(x, s, z)  b = com.microsoft.DequantizeLinear(a, s, z)
+  v = com.microsoft.DequantizeLinear(w, t, o)  c = MatMul(b, v)
+  d = com.microsoft.QuantizeLinear(c, s, z)  y = com.microsoft.DequantizeLinear(d, s, z) }"""
+
+
+@pytest.mark.parametrize("mode", ["pure", "mixed"])
+def test_between_what_quantises_in_fp32_a_product_is_fp32(mode: str) -> None:
+    """Activations of 16 bits for phones before opset 21, and bfloat16, in which nothing quantises: casts on both sides of
+    each product moved more than fp32, and kept runtimes from computing it with the integers."""
+    wide = onnx.parser.parse_model(WIDE)
+    w = np.random.default_rng(0).integers(-127, 128, (64, 64), np.int8)
+    wide.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
+    for model, dtype in ((wide, "float16"), (layers(2), "bfloat16")):
+        done = amp.convert(model, mode=mode, dtype=dtype)
+        assert {op.precision for op in done.operators} <= {"float32"}
+        assert not any(op.type == "Cast" for op in done.operators)
+    asked = amp.convert(wide, mode=mode, white_list=["MatMul"])
+    assert {op.precision for op in asked.operators if op.type == "MatMul"} == {"float16"}
+
+
+def test_in_mixed_mode_weights_that_are_quantised_in_the_file_are_16_bit() -> None:
+    """As files for TensorRT have them: from float to integers and back. They stayed fp32, and the file as large."""
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 19]>
+    m (float[64,64] x) => (float[64,64] y) <float s = {0.02}, int8 z = {0}, float t = {0.01}, float[64,64] w> {
+      a = QuantizeLinear(x, s, z)  b = DequantizeLinear(a, s, z)  u = QuantizeLinear(w, t, z)  v = DequantizeLinear(u, t, z)
+      c = MatMul(b, v)  y = Relu(c) }""")
+    w = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
+    done = amp.convert(model, mode="mixed").to_onnx()
+    assert next(i for i in done.graph.initializer if i.name == "w").data_type == onnx.TensorProto.FLOAT16
+    session(done)
+
+
 def test_a_scale_that_float16_does_not_hold_keeps_it_fp32() -> None:
     model = layers(1)
     next(each for each in model.graph.initializer if each.name == "t").CopyFrom(
@@ -118,3 +153,24 @@ def test_a_scale_that_float16_does_not_hold_keeps_it_fp32() -> None:
     done = amp.convert(model, mode="mixed")
     (kept,) = [op for op in done.operators if op.type == "DequantizeLinear" and op.precision == "float32"]
     assert kept.reason == "fp32: constant 't' holds 1e-09, which is 0 in fp16"
+
+
+def test_where_a_quantised_model_is_off_it_is_said_how_far_it_moves_by_itself() -> None:
+    """Numbers between two integers fall on the other side by the last rounding, whatever makes it."""
+    model, rng = layers(1), np.random.default_rng(0)
+    x = {"x": (0.02 * (rng.integers(-100, 100, (64, 64)) + 0.5)).astype(np.float32)}
+
+    def said(tolerance: float) -> list[str]:
+        notes = amp.convert(model, calibration=x, check=True, tolerance=tolerance).conversion.notes
+        return [note for note in notes if "quantises" in note]
+
+    exact, other = (
+        session(model).run(None, {"x": each})[0] for each in (x["x"], x["x"].astype(np.float16).astype(np.float32))
+    )
+    moved = np.linalg.norm(other - exact) / np.linalg.norm(exact)
+    assert moved > 1e-3
+    assert said(1e-4) == [
+        "the model quantises what it computes: with that rounded to float16 before, and all else in float32, output 'y' "
+        f"moves by {moved:.3g}"
+    ]
+    assert said(1.0) == []

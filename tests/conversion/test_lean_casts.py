@@ -121,6 +121,14 @@ def test_a_layer_scale_below_float16_keeps_its_digits_without_casts(name: str) -
     assert (np.abs(got - exact) <= 0.6 * step + 2.0**-25 + 2e-3 * np.abs(exact - x)).all()
 
 
+def test_a_layer_scale_is_one_where_its_result_is_turned_before_it_is_added() -> None:
+    """As ConvNeXt is exported whose channels come last for its products alone."""
+    before = layer("linear", "q = Transpose(p)  r = Transpose(x)  z = Add(q, r)  y = Transpose(z)")
+    program = amp.convert(before)
+    assert not full(program) and sum(op.type == "Cast" for op in program.walk()) == 2
+    assert "Mul" in full(amp.convert(layer("linear", "q = Transpose(p)  z = Exp(q)  y = Transpose(z)")))
+
+
 @pytest.mark.parametrize("then", ["y = Mul(p, x)", "q = Mul(p, x)  y = Add(q, x)", "y = Add(p, gamma)", "y = Neg(p)"])
 def test_a_tiny_factor_of_what_is_not_added_to_a_tensor_stays_fp32(then: str) -> None:
     assert "Mul" in full(amp.convert(layer("linear", then)))

@@ -86,6 +86,35 @@ def test_a_shape_is_what_onnxruntime_gives(name: str) -> None:
     assert found == (None if name in UNKNOWN else z.shape)
 
 
+#: What the kernels of CUDA alone make.
+ON_CUDA = {
+    "a convolution of channels that come last": (
+        "m (float[2,9,8,3] x, float[6,3,2,3] w) => (float z)"
+        " { y = com.microsoft.NhwcConv<pads = [1,0,2,1], strides = [2,1], dilations = [1,3]>(x, w)  z = Neg(y) }",
+        (2, 5, 6, 6),
+    ),
+    "a gate": (
+        "m (float[2,5,16] x, float[16] w) => (float z) { y = com.microsoft.BiasSplitGelu(x, w)  z = Neg(y) }",
+        (2, 5, 8),
+    ),
+    "the sum before a group norm": (
+        "m (float[2,3,3,8] x, float[8] g, float[2,3,3,8] s) => (float z)"
+        " { n, y = com.microsoft.SkipGroupNorm<groups = 2, activation = 1>(x, g, g, s)  z = Neg(y) }",
+        (2, 3, 3, 8),
+    ),
+    "statistics of a norm": (
+        "m (float[2,3,8] x, float[8] g) => (float z) { n, y = com.microsoft.SkipLayerNormalization(x, x, g)  z = Neg(y) }",
+        (2, 3, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ON_CUDA)
+def test_a_shape_of_what_runs_on_cuda_alone(name: str) -> None:
+    text, wanted = ON_CUDA[name]
+    assert amp.Program.from_onnx(onnx.parser.parse_model(HEAD + text)).var("y").shape == wanted
+
+
 def test_an_output_of_such_an_operator_can_be_counted() -> None:
     text = "m (float[N,4] x, float[4,4] w) => (float[N,4] y) { y = com.microsoft.FusedMatMul(x, w) }"
     program = amp.Program.from_onnx(onnx.parser.parse_model(HEAD + text))

@@ -136,7 +136,8 @@ def test_contrib_table_agrees_with_onnxruntime():
     for name, (inputs, outputs, types) in json.loads(done.stdout.splitlines()[-1]).items():
         if f"com.microsoft::{name}" in listed:
             fixed = [{i for i, t in enumerate(s) if types.get(t, [t]) == ["tensor(float)"]} for s in (inputs, outputs)]
-            assert list(pinned_slots(name, "com.microsoft")) == fixed, name
+            read_so = {1, 2} if name in ("GroupNorm", "SkipGroupNorm") else set()  # by the only kernels that there are
+            assert list(pinned_slots(name, "com.microsoft")) == [fixed[0] | read_so, fixed[1]], name
         program = Program("one")
         dtypes = [
             "float32",

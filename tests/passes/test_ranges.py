@@ -151,6 +151,16 @@ def bound(text: str, name: str, **input_ranges: tuple[float, float]) -> tuple[fl
         ("m (float[2,4] x) => (float[2,4] y) { a = Tanh(x) y = Mul(a, a) }", (0, 1)),
         ("m (float[2,4] x) => (float[2,4] y) { y = Mul(x, x) }", (0, math.inf)),
         ("m (float[2,4] x) => (float[2,4] y) { a = Abs(x) y = Neg(a) }", (-math.inf, 0)),
+        (
+            """m (float[2,4] x, float[4,3] z) => (float[2,4,3] y) {
+            a = Abs(x) b = Abs(z) c = Neg(b) d = Einsum<equation = "ij,jk -> ijk">(a, c) y = Exp(d) }""",
+            (0, 1),
+        ),
+        (
+            """m (float[2,4] x, float[4,3] z) => (float[2,3] y) {
+            a = Tanh(x) c = Tanh(z) y = Einsum<equation = "ij,jk->ik">(a, c) }""",
+            None,
+        ),
         ("m (uint8[2,4] x) => (float[2,4] y) <float s = {255}> { a = Cast<to=1>(x) y = Div(a, s) }", (0, 1)),
         ("m (float[2,4] x) => (float[2,4] y) { y = Neg(x) }", None),
         (FALLING + "t = Slice(s, begin, end, last) d = Sub(t, s) y = Exp(d) }", (0, 1)),

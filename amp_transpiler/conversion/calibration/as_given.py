@@ -19,6 +19,7 @@ from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.proto_residue import source_of
 from amp_transpiler.ir.tensors import byte_size, tensor_type
 from amp_transpiler.ir.types import HALF, numpy_dtype
+from amp_transpiler.passes.view.kernel_faults import fault_at
 from amp_transpiler.passes.view.typing import programs
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.budget import OverBudget, unbounded_optimizers, watched
@@ -34,9 +35,9 @@ def outputs_as_given(program: Program, batches: Sequence[Batch], session: Any) -
     """The outputs of ``program``, which nothing has changed since it was read, on each batch, computed on CPU.
 
     They are those of its file in onnxruntime, in the ``session`` that :func:`session_as_given` makes. Where that is no
-    reference (16-bit operators, which it does not round there, operands that it rounds to 8 bits, random numbers), or
-    does not take the model, they are those of the program, as :func:`.outputs_of` gives them; so they are of a large
-    model that is in no file, which would be copied. Raises what that raises.
+    reference (16-bit operators, which it does not round there, operands that it rounds to 8 bits, random numbers, a
+    kernel that fails), or does not take the model, they are those of the program, as :func:`.outputs_of` gives them; so
+    they are of a large model that is in no file, which would be copied. Raises what that raises.
     """
     if session is None:
         return outputs_of(program, batches)
@@ -80,7 +81,7 @@ def _comparable(program: Program) -> bool:
     """Whether onnxruntime computes on CPU what the model means, no coarser than elsewhere, the same in every run."""
     if any(v.dtype in HALF for each in programs(program) for v in each.variables):
         return False
-    if any(draws(op) or op.attrs.get(traits_of(op).coarse, 0) > 1 for op in program.walk()):
+    if any(draws(op) or op.attrs.get(traits_of(op).coarse, 0) > 1 or fault_at("cpu", op) for op in program.walk()):
         return False
     return not any(v.dtype and numpy_dtype(v.dtype).kind == "V" for v in (*program.inputs, *program.outputs))
 

@@ -135,6 +135,7 @@ class _Choices(Rules):
             found[op] = choice = self._like_others(op) or self._choice(op)
             if op.attrs.programs:
                 self.decisions[op] = choice.full if isinstance(choice, Free) else choice
+        self._free_dequantised(found)
         if self.mode == "mixed":
             self._bind_isolated(found)
         return found
@@ -211,6 +212,17 @@ class _Choices(Rules):
             Decision("float32", own_cast("float32"), replace(slots, outputs=["float32"])),
         )
 
+    def _free_dequantised(self, found: dict[Operator, Decision | Free]) -> None:
+        """Free what the white list binds and reads nothing but what a DequantizeLinear in fp32 brings back: casts may
+        move more than 16 bit saves, and runtimes that compute with the integers look for a product right behind."""
+        bound = frozenset() if self._literal else self.lists.white_list - self.lists.custom_white_list
+        for op, choice in found.items():
+            if op.full_type in bound and isinstance(choice, Decision) and choice.precision == self.dtype:
+                read = [source(v) for v in op.inputs if v is not None and is_float(v)]
+                makers = [v.producer for v in read if not constants.is_constant(v)]
+                if makers and all(maker is not None and _dequantises(maker, found.get(maker)) for maker in makers):
+                    found[op] = Free(choice, self.full(op, self.cheaper))
+
     def _bind_isolated(self, found: dict[Operator, Decision | Free]) -> None:
         """Leave gray operators unchanged that are isolated: no chain of gray ones joins them to a 16-bit operator."""
         joined: set[Operator] = set()
@@ -230,12 +242,18 @@ class _Choices(Rules):
                 found[op] = self.full(op, Reason(Kind.NO_NEIGHBOUR)) if op.full_type != "Cast" else choice.full
 
 
+def _dequantises(op: Operator, choice: Decision | Free | None) -> bool:
+    """Whether the operator brings integers back, in fp32 whatever else is decided."""
+    return op.type == "DequantizeLinear" and isinstance(choice, Decision) and choice.precision == "float32"
+
+
 def _neighbours(found: dict[Operator, Decision | Free]) -> dict[Operator, list[Operator]]:
-    """Operators that share a floating-point tensor, constants left out."""
+    """Operators that share a floating-point tensor, or integers that one makes of them and the other brings back;
+    constants left out."""
     edges: dict[Operator, list[Operator]] = {}
     for op in found:
         for variable in () if op.inserted else op.inputs:
-            if variable is None or not is_float(variable):
+            if variable is None or not (is_float(variable) or op.type == "DequantizeLinear"):
                 continue
             maker = source(variable).producer
             if maker is not None and maker in found and not constants.is_constant(source(variable)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import onnx
@@ -37,7 +38,8 @@ _EPSILON = 1 / LIMITS["float16"].largest ** 2
 @dataclass(frozen=True)
 class Call:
     """What a kernel on a place of this kind is given: attributes, element types and shapes of its inputs, where they
-    are known, how many results are wanted, and the integers in an input where these are fixed."""
+    are known, how many results are wanted, the integers in an input where these are fixed, and whether an operator
+    made its first input that is not read after it."""
 
     kind: str
     attrs: Mapping[str, Any]
@@ -45,6 +47,7 @@ class Call:
     shapes: Sequence[tuple[int, ...] | None]
     results: int
     integers: Callable[[int], Sequence[int] | None] = lambda slot: None
+    read_last: Callable[[], bool] = lambda: False
 
     @property
     def groups(self) -> int:
@@ -95,7 +98,16 @@ def _faults_at(kind: str, op: Operator, types: Callable[[Operator], Slots]) -> l
         data = None if variable is None else constants.content(variable)
         return None if data is None else [int(number) for number in as_array(data).reshape(-1)]
 
-    return _faults_of(name, Call(kind, op.attrs, types(op).inputs, shapes, wanted, integers))
+    return _faults_of(name, Call(kind, op.attrs, types(op).inputs, shapes, wanted, integers, partial(_read_last, op)))
+
+
+def _read_last(op: Operator) -> bool:
+    """Whether no reader of its first input, which an operator made, follows an operator."""
+    read = op.input(0)
+    if read is None or read.producer is None or read in op.program.outputs:
+        return False
+    readers = {reader for reader, _ in read.readers}
+    return next((each for each in reversed(op.program.operators) if each in readers), None) is op
 
 
 def leaves(op: Operator, kind: str) -> str:
@@ -280,6 +292,7 @@ _HOLDS: Mapping[str, Callable[[Call], bool]] = {
     "16-bit numbers, a small epsilon or none": lambda call: _small_epsilon(call, 1e-12),
     "cubic, of other numbers than fp32": lambda call: call.attrs.get("mode") == "cubic" and call.dtypes[0] != "float32",
     "more pieces than a kernel makes": _too_many_pieces,
+    "an input that nobody reads after it": lambda call: call.read_last(),
     "indices wanted": lambda call: call.results > 1,
     "floating-point numbers": lambda call: call.dtypes[0] in FLOATS,
     "truth values chosen": lambda call: call.dtypes[1] == "bool",
