@@ -100,9 +100,24 @@ def _group(
     )
 
 
-def thawed(items: list[Any]) -> list[Any]:
-    """The items without frozen parameters and statistics: a list of all parameters stands for those that train."""
-    return [item for item in items if not isinstance(item, Variable) or item.is_parameter or not item.persistable]
+def thawed(items: list[Any], program: Program | None = None) -> list[Any]:
+    """The items without frozen parameters and statistics: a list of all parameters stands for those that train.
+
+    Names of such variables go where their ``program`` is given; ArgumentError where nothing is left there.
+    """
+
+    def trains(item: Any) -> bool:
+        if program is not None and isinstance(item, str) and program.has_var(item):
+            item = program.var(item)
+        return not isinstance(item, Variable) or item.is_parameter or not item.persistable
+
+    left = [item for item in items if trains(item)]
+    if items and not left and program is not None:
+        raise ArgumentError(
+            f"parameter_list: {listed([_name(item) for item in items], 5)} do not train: they were made with "
+            "trainable=False, or are running statistics; variable.trainable = True before minimize makes one train"
+        )
+    return left
 
 
 def _name(item: Any) -> Any:

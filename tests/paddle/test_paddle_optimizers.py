@@ -156,12 +156,16 @@ def test_paddles_keywords(make: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("decorated", [False, True])
 @pytest.mark.parametrize("where", ["optimizer", "group", "minimize"])
-def test_a_list_of_all_parameters_leaves_the_frozen_ones_alone(where: str, decorated: bool) -> None:
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_list_of_all_parameters_leaves_the_frozen_ones_alone(by_name: bool, where: str, decorated: bool) -> None:
+    """Called by name, statistics that a norm only reads were trained, and those that it updates ended in an error."""
     main, startup = amp.Program(), amp.Program("startup")
     with amp.program_guard(main, startup), amp.unique_name.guard():
         frozen = amp.create_parameter([2], name="frozen", trainable=False)
-        out = amp.nn.batch_norm(amp.nn.fc(amp.data("x", [4, 3], "float32"), 2)) * frozen
-        everything = main.all_parameters()
+        out = amp.nn.batch_norm(amp.nn.fc(amp.data("x", [4, 3], "float32"), 2), is_test=by_name) * frozen
+        everything: list[Any] = main.all_parameters()
+        if by_name:
+            everything = [parameter.name for parameter in everything]
         given = {"optimizer": everything, "group": [{"params": everything}], "minimize": None}[where]
         optimizer: Any = optim.SGD(0.1, parameters=given)
         if decorated:
@@ -170,6 +174,21 @@ def test_a_list_of_all_parameters_leaves_the_frozen_ones_alone(where: str, decor
         _, pairs = optimizer.minimize(F.mean(out), startup, **more)
     assert len(everything) == 7
     assert [p.name for p, _ in pairs] == ["fc_0.w_0", "fc_0.b_0", "batch_norm_0.w_0", "batch_norm_0.b_0"]
+
+
+@pytest.mark.parametrize("decorated", [False, True])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_list_of_frozen_parameters_alone_is_refused(by_name: bool, decorated: bool) -> None:
+    """A parameter with ``trainable=False`` trained where it was called by name."""
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup):
+        frozen: Any = amp.create_parameter([2], name="frozen", trainable=False)
+        loss = F.mean(amp.nn.fc(amp.data("x", [4, 3], "float32"), 2) * frozen)
+        optimizer: Any = optim.SGD(0.1)
+        if decorated:
+            optimizer = amp.decorate(optimizer, init_loss_scaling=8.0)
+        with pytest.raises(ArgumentError, match="parameter_list: 'frozen' do not train.*trainable = True"):
+            optimizer.minimize(loss, startup, parameter_list=["frozen" if by_name else frozen])
 
 
 @pytest.mark.parametrize(
