@@ -32,7 +32,7 @@ from amp_transpiler.runtime.collective.current import several
 
 
 class Optimizer(UpdateRule):
-    """Base of SGD, Momentum, Lars, Adagrad, Adam, AdamW and Lamb.
+    """Base of SGD, Momentum, Lars, Adagrad, RMSProp, Adam, AdamW and Lamb.
 
     What it was made with may be changed until ``minimize`` builds it into a program; later, the learning rate alone
     (``set_lr``, or ``optimizer.learning_rate = 0.1``), and OrderError for the rest.

@@ -127,6 +127,10 @@ CALLS: list[tuple[Any, Any]] = [
         optim.AdamW(0.1, 0.5, 0.75, 1e-3, weight_decay=0.5, multi_precision=True),
     ),
     (
+        optim.RMSProp(0.1, 0.5, 1e-3, 0.75, True, None, 0.5, None, None, True),
+        optim.RMSProp(0.1, rho=0.5, epsilon=1e-3, momentum=0.75, centered=True, weight_decay=0.5, multi_precision=True),
+    ),
+    (
         optim.Lamb(0.1, 0.02, 0.5, 0.75, 1e-3, None, None, None, True, True),
         optim.Lamb(0.1, 0.02, 0.5, 0.75, 1e-3, multi_precision=True, always_adapt=True),
     ),
@@ -208,7 +212,8 @@ def test_a_list_of_frozen_parameters_alone_is_refused(by_name: bool, decorated: 
         (lambda: L2Decay(-1.0), ArgumentError, "L2Decay: coeff is -1.0"),
         (lambda: optim.Adam(weight_decay="l2"), ArgumentError, "weight_decay is 'l2'"),
         (lambda: optim.Momentum(rescale_grad=0), ArgumentError, "rescale_grad is 0"),
-        (lambda: optim.RMSProp(0.1), AttributeError, r"Adam\(beta1=0\)"),
+        (lambda: optim.Adamax(0.1), AttributeError, "Adam comes nearest"),
+        (lambda: optim.RMSProp(0.1, rho=1.0), ArgumentError, "RMSProp: rho is 1.0"),
         (lambda: optim.Adam().step(), AttributeError, "minimize appends the step"),
         (lambda: amp.decorate(optim.Adam()).clear_grad(), AttributeError, "made anew by every run"),
         (lambda: optim.Adam().stepp, AttributeError, "has no attribute 'stepp'$"),
