@@ -313,3 +313,12 @@ def test_learning_rate_can_be_changed() -> None:
     training.steps.state["learning_rate_0"] = scope.find_var("learning_rate_0")
     training.step([1.0])
     assert training["p0"][0] == -0.25
+
+
+def test_a_running_variance_is_not_below_zero() -> None:
+    """Of equal gradients it is 0, and rounded something below: Paddle's step is NaN there."""
+    training = Training(optim.RMSProp(0.1, rho=0.6, centered=True), [np.zeros(64, np.float32)])
+    for _ in range(60):
+        training.step(np.linspace(300, 3000, 64, dtype=np.float32))
+    mean, square = training["p0_mean_grad_0"].astype(np.float64), training["p0_mean_square_0"]
+    assert (square - np.float32(mean) ** 2 < 0).any() and np.isfinite(training["p0"]).all()
