@@ -4,6 +4,9 @@ The program holds the number of good steps, ``lr_step_<n>`` (int32), and compute
 step leaves both as they are, bit for bit; who copies the scope copies the schedule. Every schedule is closed-form:
 ``value(step)`` gives the rate of any step, the first being 0, by the rule that the program follows. Names, arguments
 and formulas are those of ``paddle.optimizer.lr``, evaluated once for every step of the optimizer.
+
+``LambdaDecay``, ``MultiplicativeDecay`` and ``ReduceOnPlateau`` are Python's to compute: calls of ``step()`` alone
+advance them, as all schedules of Paddle's, and the program holds their rate.
 """
 
 from __future__ import annotations
@@ -12,9 +15,10 @@ import json
 from collections.abc import Sequence
 from itertools import pairwise
 
-from amp_transpiler.errors import ArgumentError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.lists.paddle import add_paddle_names, paddle_arguments
 from amp_transpiler.optimizer.lr_schedule import LRScheduler, count, flag, listed, positive, rate
+from amp_transpiler.optimizer.stepped_rates import LambdaDecay, MultiplicativeDecay, ReduceOnPlateau
 
 add_paddle_names(globals())
 
@@ -56,6 +60,11 @@ class LinearWarmup(LRScheduler):
 
     def __init__(self, learning_rate: float | LRScheduler, warmup_steps: int, start_lr: float, end_lr: float) -> None:
         after = learning_rate if isinstance(learning_rate, LRScheduler) else Constant(learning_rate)
+        if after.in_python:
+            raise ArgumentTypeError(
+                f"LinearWarmup: learning_rate is a {type(after).__name__}, which Python computes; write the warm-up "
+                "into the function of a LambdaDecay"
+            )
         super().__init__(
             learning_rate=json.loads(after.description),
             warmup_steps=count(self, "warmup_steps", warmup_steps, 1),
@@ -227,13 +236,16 @@ __all__ = [
     "ExponentialDecay",
     "InverseTimeDecay",
     "LRScheduler",
+    "LambdaDecay",
     "LinearLR",
     "LinearWarmup",
     "MultiStepDecay",
+    "MultiplicativeDecay",
     "NaturalExpDecay",
     "NoamDecay",
     "OneCycleLR",
     "PiecewiseDecay",
     "PolynomialDecay",
+    "ReduceOnPlateau",
     "StepDecay",
 ]
