@@ -160,7 +160,7 @@ def test_an_argument_that_the_package_does_not_have_names_those_that_it_has(call
         "metric.Accuracy",
         "distributed.fleet",
         "jit.to_static",
-        "utils.unique_name",
+        "utils.run_check",
         "set_flags",
         "nn.Module",
         "nn.ReLU",
