@@ -165,7 +165,7 @@ def with_own_settings(
         if group is None or settings == UpdateSettings():
             continue
         decay = group.weight_decay
-        if settings.penalty:
+        if settings.penalty and (penalties or settings.coeff):  # one of 0 adds nothing to a gradient
             penalty = {"L1Decay": L1Decay, "L2Decay": L2Decay}[settings.penalty](settings.coeff)
             if not penalties:
                 raise ArgumentTypeError(

@@ -238,6 +238,24 @@ def test_a_penalty_of_a_parameter_that_the_optimizer_does_not_take_names_a_group
         optim.AdamW(0.1, parameters=[{"params": ["plain"], "weight_decay": 0.25}]).minimize(F.mean(plain), startup)
 
 
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.Lamb])
+def test_a_penalty_of_0_leaves_a_decay_apart_from_the_gradient_alone(kind: Any) -> None:
+    """Norms of Paddle's detectors ask for L2Decay(0.0) whatever the optimizer: AdamW and Lamb refused it."""
+
+    def trained_with(attr: amp.ParamAttr) -> bytes:
+        main, startup, scope = amp.Program(), amp.Program("startup"), amp.Scope()
+        with amp.program_guard(main, startup), amp.unique_name.guard():
+            w = amp.create_parameter([3], attr=attr, initializer=P0[:3])
+            kind(0.1).minimize(F.mean(w * w * 0.5), startup)
+        executor = amp.Executor(amp.CPUPlace())
+        executor.run(startup, scope=scope)
+        for _ in range(3):
+            executor.run(main, scope=scope)
+        return bytes(scope.find_var("w").tobytes())
+
+    assert trained_with(amp.ParamAttr("w", regularizer=L2Decay(0.0))) == trained_with(amp.ParamAttr("w"))
+
+
 # -- what is written afterwards ------------------------------------------------------------------------------
 class Net:
     """Two losses on two layers; the first depends on the first layer alone."""
