@@ -157,6 +157,52 @@ class CosineAnnealingDecay(LRScheduler):
 
 
 @paddle_arguments("optimizer.lr")
+class CosineAnnealingWarmRestarts(LRScheduler):
+    """``CosineAnnealingDecay`` over ``T_0`` steps, then anew over ``T_mult`` times as many, and so on (same work)."""
+
+    def __init__(self, learning_rate: float, T_0: int, T_mult: int = 1, eta_min: float = 0.0) -> None:
+        super().__init__(
+            learning_rate=rate(self, "learning_rate", learning_rate),
+            T_0=count(self, "T_0", T_0, 1),
+            T_mult=count(self, "T_mult", T_mult, 1),
+            eta_min=rate(self, "eta_min", eta_min),
+        )
+
+
+@paddle_arguments("optimizer.lr", "optimizer.lr.CyclicLR")
+class CyclicLR(LRScheduler):
+    """Up from ``base_learning_rate`` to ``max_learning_rate`` and down again, without end (Smith, 2015).
+
+    It rises for ``step_size_up`` steps and falls for ``step_size_down``, as many where none are given. ``mode``:
+    "triangular", "triangular2" for half the rise after each cycle, "exp_range" for one of ``exp_gamma ** step``.
+    """
+
+    def __init__(
+        self,
+        base_learning_rate: float,
+        max_learning_rate: float,
+        step_size_up: int,
+        step_size_down: int | None = None,
+        mode: str = "triangular",
+        exp_gamma: float = 1.0,
+    ) -> None:
+        if mode not in ("triangular", "triangular2", "exp_range"):
+            raise ArgumentError(
+                f"CyclicLR: mode is {mode!r}; expected 'triangular', 'triangular2' or 'exp_range'; another scale is a "
+                "LambdaDecay"
+            )
+        down = step_size_up if step_size_down is None else step_size_down
+        super().__init__(
+            base_learning_rate=rate(self, "base_learning_rate", base_learning_rate),
+            max_learning_rate=rate(self, "max_learning_rate", max_learning_rate),
+            step_size_up=count(self, "step_size_up", step_size_up, 1),
+            step_size_down=count(self, "step_size_down", down, 1),
+            mode=mode,
+            exp_gamma=positive(self, "exp_gamma", exp_gamma),
+        )
+
+
+@paddle_arguments("optimizer.lr")
 class PolynomialDecay(LRScheduler):
     """``end_lr + (learning_rate - end_lr) * (1 - min(step, decay_steps) / decay_steps) ** power``.
 
@@ -233,6 +279,8 @@ class OneCycleLR(LRScheduler):
 __all__ = [
     "Constant",
     "CosineAnnealingDecay",
+    "CosineAnnealingWarmRestarts",
+    "CyclicLR",
     "ExponentialDecay",
     "InverseTimeDecay",
     "LRScheduler",

@@ -17,6 +17,7 @@ from amp_transpiler import optimizer as optim
 from amp_transpiler.errors import ArgumentError, OrderError
 from amp_transpiler.nn import functional as F
 from amp_transpiler.optimizer import lr, lr_schedule
+from tests.helpers.where import oracle
 
 #: A schedule, and Paddle's documented formula of its rate at an epoch.
 FORMULAS: list[tuple[lr.LRScheduler, Callable[[int], float]]] = [
@@ -64,6 +65,15 @@ class Net:
 @EVERY
 def test_rates_are_paddles(rule: lr.LRScheduler, formula: Callable[[int], float]) -> None:
     assert [rule.value(t) for t in range(12)] == pytest.approx([formula(t) for t in range(12)], rel=1e-12, abs=1e-15)
+
+
+CYCLIC = oracle("cyclic_rates.json")["schedules"]
+
+
+@pytest.mark.parametrize("case", CYCLIC, ids=[f"{case['name']}{case['arguments']}" for case in CYCLIC])
+def test_cycles_are_paddles(case: Any) -> None:
+    rule = getattr(lr, case["name"])(*case["arguments"], **case["keywords"], last_epoch=-1)
+    assert [rule.value(t) for t in range(42)] == pytest.approx(case["rates"], rel=1e-12)
 
 
 def test_step_after_each_run_gives_paddles_rates() -> None:
@@ -166,7 +176,9 @@ class Own(lr.LRScheduler):
 @pytest.mark.parametrize(
     "call, error, said",
     [
-        (lambda: lr.CyclicLR(0.5), AttributeError, "set_lr"),
+        (lambda: lr.CyclicLR(0.1, 0.5, 4, mode="saw"), ArgumentError, "mode is 'saw'.*LambdaDecay"),
+        (lambda: lr.CyclicLR(0.1, 0.5, 4, scale_fn=lambda x: 1.0), ArgumentError, "a function is LambdaDecay's"),
+        (lambda: lr.CosineAnnealingWarmRestarts(0.5, 0), ArgumentError, "T_0 is 0"),
         (lambda: lr.StepDecay(0.5, 2, last_epoch=3), ArgumentError, r"schedule.step\(epoch\)"),
         (lambda: Own(0.5), TypeError, r"Own is no schedule of amp.optimizer.lr.*LambdaDecay.*set_lr\(rate\)"),
         (lambda: lr.LRScheduler(learning_rate=0.5), TypeError, "LRScheduler is no schedule"),
