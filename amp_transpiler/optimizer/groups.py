@@ -112,11 +112,14 @@ def thawed(items: list[Any], program: Program | None = None) -> list[Any]:
         return not isinstance(item, Variable) or item.is_parameter or not item.persistable
 
     left = [item for item in items if trains(item)]
-    if items and not left and program is not None:
-        raise ArgumentError(
-            f"parameter_list: {listed([_name(item) for item in items], 5)} do not train: they were made with "
-            "trainable=False, or are running statistics; variable.trainable = True before minimize makes one train"
-        )
+    if program is not None and len(left) < len(items):
+        names = listed([_name(item) for item in items if not trains(item)], 5)
+        if not left:
+            raise ArgumentError(
+                f"parameter_list: {names} do not train: they have trainable=False or stop_gradient=True, or are "
+                "running statistics; variable.trainable = True before minimize makes one train"
+            )
+        _log.info("parameter_list passes over what does not train: %s", names)
     return left
 
 
