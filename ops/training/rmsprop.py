@@ -20,16 +20,16 @@ def _rmsprop(e: Emitter, op: Operator, switch: Switch, lr: Value) -> tuple[list[
     def step(index: int, p: Value, g: Gradient, square: Value, *others: Value) -> tuple[Value, ...]:
         g, rate = g.changed(decayed(e, op, index, g.value, p)), e.cast(lr, p.dtype)
         square = blended(e, switch, square, rho, e.Mul(g.tensor, g.tensor), g.share(e.like(1 - rho, square), 2))
-        spread, kept = square, [square]
+        spread, kept, left = square, [square], list(others)
         if op.type.startswith("Centered"):
-            mean, *others = others
+            mean = left.pop(0)
             mean = blended(e, switch, mean, rho, g.tensor, g.share(e.like(1 - rho, mean)))
             spread = e.Max(e.Sub(square, e.Mul(mean, mean)), e.like(0, square))  # rounded, it may be below 0
             kept.append(mean)
         way = e.Div(g.value, e.Sqrt(e.Add(spread, e.like(op.attrs["epsilon"], spread))))
-        if not others:
+        if not left:
             return (shifted(e, switch, p, way, e.Neg(rate)), *kept)
-        moved = shifted(e, switch, e.Mul(others[0], switch.keep(e.like(mu, p))), way, rate)
+        moved = shifted(e, switch, e.Mul(left[0], switch.keep(e.like(mu, p))), way, rate)
         return (shifted(e, switch, p, moved, e.like(-1, p)), *kept, moved)
 
     return [], step
