@@ -44,8 +44,8 @@ class SteppedRate(LRScheduler):
         """
         scope = check_scope(scope)
         states = self._states_in(scope)
-        self._epoch = self._epoch + 1 if epoch is None else count(self, "epoch", epoch, 0)
-        self._rate = self.value(self._epoch)
+        now = self._epoch + 1 if epoch is None else count(self, "epoch", epoch, 0)
+        self._rate, self._epoch = self.value(now), now
         self._write(scope, states)
 
     def _write(self, scope: Scope, states: list[str]) -> None:

@@ -9,14 +9,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 import amp_transpiler as amp
-from amp_transpiler import optimizer as optim
 from amp_transpiler.errors import ArgumentError, OrderError
-from amp_transpiler.nn import functional as F
 from amp_transpiler.optimizer import lr, lr_schedule
+from tests.helpers.moving import Net
 from tests.helpers.where import oracle
 
 #: A schedule, and Paddle's documented formula of its rate at an epoch.
@@ -37,29 +35,6 @@ FORMULAS: list[tuple[lr.LRScheduler, Callable[[int], float]]] = [
     (lr.CosineAnnealingDecay(0.5, T_max=10), lambda t: 0.25 * (1 + math.cos(math.pi * t / 10))),
 ]
 EVERY = pytest.mark.parametrize("rule, formula", FORMULAS, ids=[type(rule).__name__ for rule, _ in FORMULAS])
-
-
-class Net:
-    """One parameter under SGD; a run reports the rate that it moved by."""
-
-    def __init__(self, rule: lr.LRScheduler, **decorated: Any) -> None:
-        main, startup = amp.Program(), amp.Program("startup")
-        with amp.program_guard(main, startup), amp.unique_name.guard():
-            w = amp.create_parameter([1], name="w", initializer=np.zeros(1, np.float32))
-            x = amp.data("x", [1])
-            loss = F.mean(w * x)
-            self.optimizer: Any = optim.SGD(rule)
-            if decorated:
-                self.optimizer = amp.decorate(self.optimizer, **decorated)
-            self.optimizer.minimize(loss, startup)
-        self.main, self.startup, self.scope = main, startup, amp.Scope()
-        self.executor = amp.Executor(amp.CPUPlace())
-        self.executor.run(startup, scope=self.scope)
-
-    def run(self, x: float = 1.0) -> float:
-        (before,) = self.scope.find_var("w").copy()
-        self.executor.run(self.main, feed={"x": np.array([x], np.float32)}, scope=self.scope)
-        return float(before - self.scope.find_var("w")[0])
 
 
 @EVERY

@@ -12,8 +12,8 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler import optimizer as optim
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
-from amp_transpiler.nn import functional as F
 from amp_transpiler.optimizer import lr
+from tests.helpers.moving import Net
 from tests.helpers.where import oracle
 
 RECORDED = oracle("stepped_rates.json")
@@ -23,28 +23,6 @@ FUNCTIONS: dict[str, Callable[[], Any]] = {
     "LambdaDecay from 5": lambda: lr.LambdaDecay(0.5, lr_lambda=lambda step: 1 / (1 + step), last_epoch=4),
     "MultiplicativeDecay": lambda: lr.MultiplicativeDecay(0.5, lambda step: 0.9 if step % 2 else 0.8),
 }
-
-
-class Net:
-    """One parameter under SGD; a run reports the rate that it moved by."""
-
-    def __init__(self, rule: Any, **decorated: Any) -> None:
-        main, startup = amp.Program(), amp.Program("startup")
-        with amp.program_guard(main, startup), amp.unique_name.guard():
-            w = amp.create_parameter([1], name="w", initializer=np.zeros(1, np.float32))
-            loss = F.mean(w * amp.data("x", [1]))
-            self.optimizer: Any = optim.SGD(rule)
-            if decorated:
-                self.optimizer = amp.decorate(self.optimizer, **decorated)
-            self.optimizer.minimize(loss, startup)
-        self.main, self.startup, self.scope = main, startup, amp.Scope()
-        self.executor = amp.Executor(amp.CPUPlace())
-        self.executor.run(startup, scope=self.scope)
-
-    def run(self, x: float = 1.0) -> float:
-        self.scope.set_var("w", np.zeros(1, np.float32))
-        self.executor.run(self.main, feed={"x": np.array([x], np.float32)}, scope=self.scope)
-        return -float(self.scope.find_var("w")[0])
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -162,3 +140,13 @@ def test_a_metric_is_one_number() -> None:
         rule.step([0.1, 0.2])
     with pytest.raises(ArgumentError, match="the state has no best, cooldown_counter, num_bad_epochs"):
         rule.set_state_dict({"last_epoch": 1, "last_lr": 0.5})
+
+
+def test_a_function_that_fails_leaves_the_schedule_where_it_stood() -> None:
+    rule = lr.LambdaDecay(1.0, lambda step: {0: 1.0, 1: 0.5}[step])
+    net = Net(rule)
+    with amp.scope_guard(net.scope):
+        rule.step()
+        with pytest.raises(KeyError):
+            rule.step()
+        assert (rule.last_epoch, rule.get_lr(), net.run()) == (1, 0.5, 0.5)
