@@ -12,6 +12,7 @@ from amp_transpiler.optimizer.loss_scaling import check_finite_and_unscale, upda
 from amp_transpiler.optimizer.lr_schedule import enable_static
 from amp_transpiler.optimizer.optimizers import SGD, Adagrad, Adam, AdamW, Lamb, Lars, Momentum
 from amp_transpiler.optimizer.policy import Policy, get_global_policy, policy_scope, set_global_policy
+from amp_transpiler.optimizer.running_square import RMSProp
 from amp_transpiler.optimizer.scaler import LossScale, LossScaler
 
 add_paddle_names(globals())
@@ -21,6 +22,7 @@ __all__ = [
     "Momentum",
     "Lars",
     "Adagrad",
+    "RMSProp",
     "Adam",
     "AdamW",
     "Lamb",

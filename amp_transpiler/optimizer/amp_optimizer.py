@@ -305,7 +305,7 @@ class OptimizerWithMixedPrecision:
         items = listed(self.optimizers, program) if parameter_list is None else parameter_list
         for each in losses:
             check_loss(each)
-        wanted = wanted_gradients(program, thawed(items) if isinstance(items, list) else items, no_grad_set)
+        wanted = wanted_gradients(program, thawed(items, program) if isinstance(items, list) else items, no_grad_set)
 
         def append(some: Wanted) -> ParamsGrads:
             return self._scaled(losses, startup, [Autodiff()], some)[GRADIENTS]

@@ -32,7 +32,7 @@ from amp_transpiler.runtime.collective.current import several
 
 
 class Optimizer(UpdateRule):
-    """Base of SGD, Momentum, Lars, Adagrad, Adam, AdamW and Lamb.
+    """Base of SGD, Momentum, Lars, Adagrad, RMSProp, Adam, AdamW and Lamb.
 
     What it was made with may be changed until ``minimize`` builds it into a program; later, the learning rate alone
     (``set_lr``, or ``optimizer.learning_rate = 0.1``), and OrderError for the rest.
@@ -41,7 +41,7 @@ class Optimizer(UpdateRule):
         learning_rate: a number >= 0, kept in the fp32 scalar variable ``learning_rate_<n>``, or a schedule of
             ``amp.optimizer.lr``, by which the program computes this variable.
         parameter_list: parameters to update (variables, names or patterns); every trainable parameter by default.
-            Variables of frozen parameters are passed over, so that ``program.all_parameters()`` may be given.
+            Frozen parameters are passed over, so that ``program.all_parameters()``, or their names, may be given.
             Or groups, ``[{"params": [...], "learning_rate": factor, "weight_decay": ..., "grad_clip": ...}, ...]``:
             the first is a factor on this optimizer's rate, the others default to this optimizer's, and a group
             with a ``grad_clip`` of its own is clipped by itself. Parameters of no group are not trained.
@@ -134,7 +134,7 @@ class Optimizer(UpdateRule):
         for each in losses:
             check_loss(each)
         listed = self.parameter_list if parameter_list is None else parameter_list
-        wanted = wanted_gradients(program, thawed(listed) if isinstance(listed, list) else listed, no_grad_set)
+        wanted = wanted_gradients(program, thawed(listed, program) if isinstance(listed, list) else listed, no_grad_set)
         standardize(program)
         loss = summed(losses)
         return appended(losses, wanted, lambda some: append_gradients(loss, some, losses), lambda: None, no_grad_set)

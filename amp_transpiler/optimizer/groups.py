@@ -100,9 +100,27 @@ def _group(
     )
 
 
-def thawed(items: list[Any]) -> list[Any]:
-    """The items without frozen parameters and statistics: a list of all parameters stands for those that train."""
-    return [item for item in items if not isinstance(item, Variable) or item.is_parameter or not item.persistable]
+def thawed(items: list[Any], program: Program | None = None) -> list[Any]:
+    """The items without frozen parameters and statistics: a list of all parameters stands for those that train.
+
+    Names of such variables go where their ``program`` is given; ArgumentError where nothing is left there.
+    """
+
+    def trains(item: Any) -> bool:
+        if program is not None and isinstance(item, str) and program.has_var(item):
+            item = program.var(item)
+        return not isinstance(item, Variable) or item.is_parameter or not item.persistable
+
+    left = [item for item in items if trains(item)]
+    if program is not None and len(left) < len(items):
+        names = listed([_name(item) for item in items if not trains(item)], 5)
+        if not left:
+            raise ArgumentError(
+                f"parameter_list: {names} do not train: they have trainable=False or stop_gradient=True, or are "
+                "running statistics; variable.trainable = True before minimize makes one train"
+            )
+        _log.info("parameter_list passes over what does not train: %s", names)
+    return left
 
 
 def _name(item: Any) -> Any:
@@ -150,7 +168,7 @@ def with_own_settings(
         if group is None or settings == UpdateSettings():
             continue
         decay = group.weight_decay
-        if settings.penalty:
+        if settings.penalty and (penalties or settings.coeff):  # one of 0 adds nothing to a gradient
             penalty = {"L1Decay": L1Decay, "L2Decay": L2Decay}[settings.penalty](settings.coeff)
             if not penalties:
                 raise ArgumentTypeError(

@@ -4,6 +4,9 @@ The program holds the number of good steps, ``lr_step_<n>`` (int32), and compute
 step leaves both as they are, bit for bit; who copies the scope copies the schedule. Every schedule is closed-form:
 ``value(step)`` gives the rate of any step, the first being 0, by the rule that the program follows. Names, arguments
 and formulas are those of ``paddle.optimizer.lr``, evaluated once for every step of the optimizer.
+
+``LambdaDecay``, ``MultiplicativeDecay`` and ``ReduceOnPlateau`` are Python's to compute: calls of ``step()`` alone
+advance them, as all schedules of Paddle's, and the program holds their rate.
 """
 
 from __future__ import annotations
@@ -12,9 +15,10 @@ import json
 from collections.abc import Sequence
 from itertools import pairwise
 
-from amp_transpiler.errors import ArgumentError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.lists.paddle import add_paddle_names, paddle_arguments
 from amp_transpiler.optimizer.lr_schedule import LRScheduler, count, flag, listed, positive, rate
+from amp_transpiler.optimizer.stepped_rates import LambdaDecay, MultiplicativeDecay, ReduceOnPlateau
 
 add_paddle_names(globals())
 
@@ -56,6 +60,11 @@ class LinearWarmup(LRScheduler):
 
     def __init__(self, learning_rate: float | LRScheduler, warmup_steps: int, start_lr: float, end_lr: float) -> None:
         after = learning_rate if isinstance(learning_rate, LRScheduler) else Constant(learning_rate)
+        if after.in_python:
+            raise ArgumentTypeError(
+                f"LinearWarmup: learning_rate is a {type(after).__name__}, which Python computes; write the warm-up "
+                "into the function of a LambdaDecay"
+            )
         super().__init__(
             learning_rate=json.loads(after.description),
             warmup_steps=count(self, "warmup_steps", warmup_steps, 1),
@@ -148,6 +157,52 @@ class CosineAnnealingDecay(LRScheduler):
 
 
 @paddle_arguments("optimizer.lr")
+class CosineAnnealingWarmRestarts(LRScheduler):
+    """``CosineAnnealingDecay`` over ``T_0`` steps, then anew over ``T_mult`` times as many, and so on (same work)."""
+
+    def __init__(self, learning_rate: float, T_0: int, T_mult: int = 1, eta_min: float = 0.0) -> None:
+        super().__init__(
+            learning_rate=rate(self, "learning_rate", learning_rate),
+            T_0=count(self, "T_0", T_0, 1),
+            T_mult=count(self, "T_mult", T_mult, 1),
+            eta_min=rate(self, "eta_min", eta_min),
+        )
+
+
+@paddle_arguments("optimizer.lr", "optimizer.lr.CyclicLR")
+class CyclicLR(LRScheduler):
+    """Up from ``base_learning_rate`` to ``max_learning_rate`` and down again, without end (Smith, 2015).
+
+    It rises for ``step_size_up`` steps and falls for ``step_size_down``, as many where none are given. ``mode``:
+    "triangular", "triangular2" for half the rise after each cycle, "exp_range" for one of ``exp_gamma ** step``.
+    """
+
+    def __init__(
+        self,
+        base_learning_rate: float,
+        max_learning_rate: float,
+        step_size_up: int,
+        step_size_down: int | None = None,
+        mode: str = "triangular",
+        exp_gamma: float = 1.0,
+    ) -> None:
+        if mode not in ("triangular", "triangular2", "exp_range"):
+            raise ArgumentError(
+                f"CyclicLR: mode is {mode!r}; expected 'triangular', 'triangular2' or 'exp_range'; another scale is a "
+                "LambdaDecay"
+            )
+        down = step_size_up if step_size_down is None else step_size_down
+        super().__init__(
+            base_learning_rate=rate(self, "base_learning_rate", base_learning_rate),
+            max_learning_rate=rate(self, "max_learning_rate", max_learning_rate),
+            step_size_up=count(self, "step_size_up", step_size_up, 1),
+            step_size_down=count(self, "step_size_down", down, 1),
+            mode=mode,
+            exp_gamma=positive(self, "exp_gamma", exp_gamma),
+        )
+
+
+@paddle_arguments("optimizer.lr")
 class PolynomialDecay(LRScheduler):
     """``end_lr + (learning_rate - end_lr) * (1 - min(step, decay_steps) / decay_steps) ** power``.
 
@@ -224,16 +279,21 @@ class OneCycleLR(LRScheduler):
 __all__ = [
     "Constant",
     "CosineAnnealingDecay",
+    "CosineAnnealingWarmRestarts",
+    "CyclicLR",
     "ExponentialDecay",
     "InverseTimeDecay",
     "LRScheduler",
+    "LambdaDecay",
     "LinearLR",
     "LinearWarmup",
     "MultiStepDecay",
+    "MultiplicativeDecay",
     "NaturalExpDecay",
     "NoamDecay",
     "OneCycleLR",
     "PiecewiseDecay",
     "PolynomialDecay",
+    "ReduceOnPlateau",
     "StepDecay",
 ]

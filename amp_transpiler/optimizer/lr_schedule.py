@@ -39,12 +39,16 @@ class LRScheduler:
     for example, writes ``lr.StepDecay(0.1, 30).by_user()``.
     """
 
+    #: Whether Python computes the rate, and the program holds a number.
+    in_python = False
+
     def __init__(self, *base: Any, **description: Any) -> None:
         owner = type(self).__name__
-        if base or not has_rule(owner):
+        if base or not (self.in_python or has_rule(owner)):
             raise ArgumentTypeError(
-                f"{owner} is no schedule of amp.optimizer.lr, and a program cannot hold a Python function; give the "
-                "optimizer a number and call optimizer.set_lr(rate) before each run, or list rates in PiecewiseDecay"
+                f"{owner} is no schedule of amp.optimizer.lr, and a program cannot hold a Python function; write "
+                "LambdaDecay(rate, function), which your calls of step() advance, or give the optimizer a number and "
+                "call optimizer.set_lr(rate) before each run"
             )
         self._description = {"type": owner, **description}
         self._by_user = _paddles_way
@@ -95,7 +99,8 @@ class LRScheduler:
         return self._by_user
 
     def follow(self, state: str) -> None:
-        """Note a variable that holds the step: an optimizer's call, when it builds the schedule into a program."""
+        """Note a variable that holds the step, or the rate where Python computes it: an optimizer's call, when it
+        builds the schedule into a program."""
         self._states.append(state)
 
     def step(self, epoch: int | None = None, scope: Scope | None = None) -> None:
@@ -106,18 +111,23 @@ class LRScheduler:
         the rates then are not those of a schedule that is stepped by hand. OrderError: before the startup program ran.
         """
         scope = check_scope(scope)
-        states = [name for name in self._states if scope.has_var(name)]
-        if not states:
-            raise OrderError(
-                f"{type(self).__name__}.step: the scope holds no step of this schedule; minimize with it, "
-                "and run the startup program, first"
-            )
+        states = self._states_in(scope)
         if epoch is not None:
             self._put(scope, states, count(self, "epoch", epoch, 0))
         elif self._by_user:
             self._put(scope, states, int(scope.find_var(states[-1])) + 1)
         else:
             self._check_pace(scope, int(scope.find_var(states[-1])))
+
+    def _states_in(self, scope: Scope) -> list[str]:
+        """The variables of the scope that follow this schedule; OrderError where there is none."""
+        states = [name for name in self._states if scope.has_var(name)]
+        if not states:
+            raise OrderError(
+                f"{type(self).__name__}.step: the scope holds no step of this schedule; minimize with it, "
+                "and run the startup program, first"
+            )
+        return states
 
     def _put(self, scope: Scope, states: Sequence[str], step: int) -> None:
         for name in states:

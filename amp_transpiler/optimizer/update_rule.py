@@ -312,11 +312,13 @@ class UpdateRule:
 
     def _learning_rate(self, program: Program, startup: Program, found_inf: Variable | None) -> Variable:
         if self._rate is None or self._rate.program is not program:
-            name = shared_name("learning_rate", program, startup)
-            if isinstance(self.learning_rate, LRScheduler):
-                self._rate = self._scheduled(program, startup, name, self.learning_rate, found_inf)
+            name, given = shared_name("learning_rate", program, startup), self.learning_rate
+            if isinstance(given, LRScheduler) and not given.in_python:
+                self._rate = self._scheduled(program, startup, name, given, found_inf)
             else:
-                self._rate = create_state(program, startup, name, "float32", [], self.learning_rate)
+                self._rate = create_state(program, startup, name, "float32", [], _first(given))
+                if isinstance(given, LRScheduler):
+                    given.follow(name)
         return self._rate
 
     def _scheduled(
@@ -344,8 +346,8 @@ class UpdateRule:
         rate = number(owner, "learning_rate", value, 0)
         if isinstance(self.learning_rate, LRScheduler):
             raise OrderError(
-                f"{owner}.set_lr: the rate follows {self.learning_rate!r}, which the program computes anew at every "
-                "step; give the optimizer a number to set it by hand"
+                f"{owner}.set_lr: the rate follows {self.learning_rate!r}, which gives it anew at every step; give the "
+                "optimizer a number to set it by hand"
             )
         if self._rate is not None:
             scope = check_scope(scope)
@@ -362,9 +364,14 @@ class UpdateRule:
         state = self._rate if self._lr_step is None else self._lr_step
         known = state is not None and scope.has_var(state.name)
         found = scope.find_var(state.name) if known and state is not None else None
-        if isinstance(self.learning_rate, LRScheduler):
+        if isinstance(self.learning_rate, LRScheduler) and not self.learning_rate.in_python:
             return self.learning_rate.value(0 if found is None else int(found))
-        return self.learning_rate if found is None else float(found)
+        return _first(self.learning_rate) if found is None else float(found)
+
+
+def _first(given: float | LRScheduler) -> float:
+    """The rate that a program begins with where it holds a number."""
+    return given.get_lr() if isinstance(given, LRScheduler) else given
 
 
 def clipped(params_grads: ParamsGrads, groups: dict[int, Group]) -> ParamsGrads:

@@ -4,7 +4,7 @@ Every name is one of this package, by the table ``lists/paddle_names.toml``; one
 """
 
 from amp_transpiler.lists.paddle import paddle_attributes
-from amp_transpiler.static import amp
+from amp_transpiler.static import amp, utils
 
 __getattr__ = paddle_attributes("amp_transpiler.static")
-__all__ = ["amp"]
+__all__ = ["amp", "utils"]

@@ -200,6 +200,38 @@ def CosineAnnealingDecay(m: Any, t: Any, s: Description) -> Any:
 
 
 @_rule
+def CosineAnnealingWarmRestarts(m: Any, t: Any, s: Description) -> Any:
+    first, factor = s["T_0"], s["T_mult"]
+    period: Any = first
+    if factor == 1:
+        begun = first * m.floor(t / first)
+    else:
+        lengths = [first]
+        while sum(lengths) < 2**31:
+            lengths.append(lengths[-1] * factor)
+        period = lengths.pop()
+        while lengths:
+            period = m.less(t, sum(lengths), lengths.pop(), period)
+        begun = (period - first) / (factor - 1)
+    return s["eta_min"] + (s["learning_rate"] - s["eta_min"]) / 2 * (1 + m.cos((t - begun) / period * math.pi))
+
+
+@_rule
+def CyclicLR(m: Any, t: Any, s: Description) -> Any:
+    up, down = s["step_size_up"], s["step_size_down"]
+    cycles = m.floor(t / (up + down))
+    place = t - (up + down) * cycles  # in its cycle
+    rise = (s["max_learning_rate"] - s["base_learning_rate"]) * m.less(
+        up, place, (up + down - place) / down, place / up
+    )
+    if s["mode"] == "triangular2":
+        rise = rise * m.power(0.5, cycles)
+    elif s["mode"] == "exp_range":
+        rise = rise * m.power(s["exp_gamma"], t)
+    return s["base_learning_rate"] + rise
+
+
+@_rule
 def PolynomialDecay(m: Any, t: Any, s: Description) -> Any:
     steps: Any = s["decay_steps"]
     if s["cycle"]:

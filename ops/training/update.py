@@ -1,12 +1,12 @@
-"""Update operators: SGD, Momentum, Lars, Adagrad, Adam, AdamW, Lamb. One operator updates a whole parameter group.
+"""Update operators: SGD, Momentum, Lars, Adam, AdamW, Lamb. One operator updates a whole parameter group.
 
 Inputs: ``found_inf`` (None: no gate), ``learning_rate``, the optimizer's shared scalars, then one row per
 parameter: parameter, gradient, accumulators, master weight (None where the parameter is its own master).
 Outputs: the new shared scalars, then rows of parameter, accumulators, master weight. Scalars and accumulators have
 Paddle's names. ``lr_factor`` multiplies the learning rate where it is given, ``rescale_grad`` the gradient;
 ``with_decay`` has a flag for every row. ``l1_decay`` takes the place of ``l2_decay`` where the penalty is that of L1.
-Formulas are PaddlePaddle's (phi kernels ``sgd``, ``momentum``, ``lars_momentum``, ``adagrad``, ``adam``, ``adamw``,
-``lamb``); ``RowWiseAdagrad`` is FBGEMM's, with one accumulator for each row.
+Formulas are PaddlePaddle's (phi kernels ``sgd``, ``momentum``, ``lars_momentum``, ``adam``, ``adamw``, ``lamb``; beside
+this module ``adagrad``, ``rmsprop``); ``RowWiseAdagrad`` is FBGEMM's, with one accumulator for each row.
 
 ``SparseSGD`` and so on, of those in which a row of a parameter does not depend on the others, take the same step for
 some rows alone: those of a merged sparse gradient (``ops/training/sparse.py``), whose ``rows`` stand behind it.

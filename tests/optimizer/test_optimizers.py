@@ -58,6 +58,15 @@ def lars64(s: dict[str, Any], h: dict[str, Any], g: Any) -> None:
     s["p"] = s["p"] - s["v"]
 
 
+def rmsprop64(s: dict[str, Any], h: dict[str, Any], g: Any) -> None:
+    g, rho = g + h["weight_decay"] * s["p"], float(np.float32(h["rho"]))
+    s["s"] = rho * s.get("s", 0) + (1 - rho) * g * g
+    s["m"] = rho * s.get("m", 0) + (1 - rho) * g
+    spread = s["s"] - h["centered"] * s["m"] ** 2
+    s["v"] = h["momentum"] * s.get("v", 0) + h["lr"] * g / np.sqrt(spread + h["epsilon"])
+    s["p"] = s["p"] - s["v"]
+
+
 def cases() -> list[tuple[Any, Optimizer, Reference, dict[str, str]]]:
     """Recorded case, our optimizer, its formula, and which recorded state is which of ours."""
     found: list[tuple[Any, Optimizer, Reference, dict[str, str]]] = []
@@ -86,6 +95,15 @@ def cases() -> list[tuple[Any, Optimizer, Reference, dict[str, str]]]:
             h["lr"], h["mu"], use_nesterov=h["use_nesterov"], weight_decay=h["regularization_coeff"]
         )
         found.append((case, optimizer, momentum64, {"velocity": "p0_velocity_0"}))
+    for case in oracle("rmsprop_fp32.json")["cases"]:
+        h = case["hyper"]
+        optimizer = optim.RMSProp(
+            h["lr"], h["rho"], h["epsilon"], h["momentum"], h["centered"], weight_decay=h["weight_decay"]
+        )
+        recorded = {
+            name: f"p0_{name}_0" for name in ("mean_square", "mean_grad", "momentum") if name in case["steps"][0]
+        }
+        found.append((case, optimizer, rmsprop64, recorded))
     for case in oracle("sgd_lamb_lars_fp32.json")["cases"]:
         h = case["hyper"]
         if case["op"] == "sgd":
@@ -155,10 +173,13 @@ def every_optimizer(**options: Any) -> list[Optimizer]:
         optim.AdamW(0.1, **options),
         optim.Lamb(0.1, **options),
         optim.Lars(1.0, lars_coeff=0.1, **options),
+        optim.RMSProp(0.1, weight_decay=0.1, **options),
+        optim.RMSProp(0.1, momentum=0.9, centered=True, **options),
     ]
 
 
-ALL = pytest.mark.parametrize("which", range(7), ids=["sgd", "momentum", "nesterov", "adam", "adamw", "lamb", "lars"])
+NAMES = ["sgd", "momentum", "nesterov", "adam", "adamw", "lamb", "lars", "rmsprop", "centered rmsprop"]
+ALL = pytest.mark.parametrize("which", range(len(NAMES)), ids=NAMES)
 
 
 @ALL
@@ -292,3 +313,12 @@ def test_learning_rate_can_be_changed() -> None:
     training.steps.state["learning_rate_0"] = scope.find_var("learning_rate_0")
     training.step([1.0])
     assert training["p0"][0] == -0.25
+
+
+def test_a_running_variance_is_not_below_zero() -> None:
+    """Of equal gradients it is 0, and rounded something below: Paddle's step is NaN there."""
+    training = Training(optim.RMSProp(0.1, rho=0.6, centered=True), [np.zeros(64, np.float32)])
+    for _ in range(60):
+        training.step(np.linspace(300, 3000, 64, dtype=np.float32))
+    mean, square = training["p0_mean_grad_0"].astype(np.float64), training["p0_mean_square_0"]
+    assert (square - np.float32(mean) ** 2 < 0).any() and np.isfinite(training["p0"]).all()

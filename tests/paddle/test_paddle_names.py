@@ -160,7 +160,7 @@ def test_an_argument_that_the_package_does_not_have_names_those_that_it_has(call
         "metric.Accuracy",
         "distributed.fleet",
         "jit.to_static",
-        "utils.unique_name",
+        "utils.run_check",
         "set_flags",
         "nn.Module",
         "nn.ReLU",
@@ -172,6 +172,11 @@ def test_an_argument_that_the_package_does_not_have_names_those_that_it_has(call
         "static.amp.decorator.GradScaler",
         "optimizer.Adafactor",
         "nn.functional.randn",
+        "masked_fill",
+        "meshgrid",
+        "randint",
+        "nn.functional.channel_shuffle",
+        "nn.functional.affine_grid",
         "nn.functional.scaled_dot_product_attention",
         "optimizer.Adam().zero_grad",
         "optimizer.Adam().scale",
@@ -188,6 +193,11 @@ def test_an_argument_that_the_package_does_not_have_names_those_that_it_has(call
 def test_a_name_that_is_not_offered_leads_to_ours(path: str) -> None:
     with pytest.raises(MissingNameError, match="has no attribute '[^']+': .{10}"):
         eval(f"amp.{path}")
+
+
+def test_element_types_are_their_names() -> None:
+    names = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+    assert [getattr(amp, name) for name in names] == list(names)
 
 
 def test_functions_are_methods_of_variables() -> None:

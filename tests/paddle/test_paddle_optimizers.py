@@ -127,6 +127,10 @@ CALLS: list[tuple[Any, Any]] = [
         optim.AdamW(0.1, 0.5, 0.75, 1e-3, weight_decay=0.5, multi_precision=True),
     ),
     (
+        optim.RMSProp(0.1, 0.5, 1e-3, 0.75, True, None, 0.5, None, None, True),
+        optim.RMSProp(0.1, rho=0.5, epsilon=1e-3, momentum=0.75, centered=True, weight_decay=0.5, multi_precision=True),
+    ),
+    (
         optim.Lamb(0.1, 0.02, 0.5, 0.75, 1e-3, None, None, None, True, True),
         optim.Lamb(0.1, 0.02, 0.5, 0.75, 1e-3, multi_precision=True, always_adapt=True),
     ),
@@ -156,12 +160,16 @@ def test_paddles_keywords(make: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("decorated", [False, True])
 @pytest.mark.parametrize("where", ["optimizer", "group", "minimize"])
-def test_a_list_of_all_parameters_leaves_the_frozen_ones_alone(where: str, decorated: bool) -> None:
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_list_of_all_parameters_leaves_the_frozen_ones_alone(by_name: bool, where: str, decorated: bool) -> None:
+    """Called by name, statistics that a norm only reads were trained, and those that it updates ended in an error."""
     main, startup = amp.Program(), amp.Program("startup")
     with amp.program_guard(main, startup), amp.unique_name.guard():
         frozen = amp.create_parameter([2], name="frozen", trainable=False)
-        out = amp.nn.batch_norm(amp.nn.fc(amp.data("x", [4, 3], "float32"), 2)) * frozen
-        everything = main.all_parameters()
+        out = amp.nn.batch_norm(amp.nn.fc(amp.data("x", [4, 3], "float32"), 2), is_test=by_name) * frozen
+        everything: list[Any] = main.all_parameters()
+        if by_name:
+            everything = [parameter.name for parameter in everything]
         given = {"optimizer": everything, "group": [{"params": everything}], "minimize": None}[where]
         optimizer: Any = optim.SGD(0.1, parameters=given)
         if decorated:
@@ -170,6 +178,21 @@ def test_a_list_of_all_parameters_leaves_the_frozen_ones_alone(where: str, decor
         _, pairs = optimizer.minimize(F.mean(out), startup, **more)
     assert len(everything) == 7
     assert [p.name for p, _ in pairs] == ["fc_0.w_0", "fc_0.b_0", "batch_norm_0.w_0", "batch_norm_0.b_0"]
+
+
+@pytest.mark.parametrize("decorated", [False, True])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_list_of_frozen_parameters_alone_is_refused(by_name: bool, decorated: bool) -> None:
+    """A parameter with ``trainable=False`` trained where it was called by name."""
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup):
+        frozen: Any = amp.create_parameter([2], name="frozen", trainable=False)
+        loss = F.mean(amp.nn.fc(amp.data("x", [4, 3], "float32"), 2) * frozen)
+        optimizer: Any = optim.SGD(0.1)
+        if decorated:
+            optimizer = amp.decorate(optimizer, init_loss_scaling=8.0)
+        with pytest.raises(ArgumentError, match="parameter_list: 'frozen' do not train.*trainable = True"):
+            optimizer.minimize(loss, startup, parameter_list=["frozen" if by_name else frozen])
 
 
 @pytest.mark.parametrize(
@@ -189,7 +212,8 @@ def test_a_list_of_all_parameters_leaves_the_frozen_ones_alone(where: str, decor
         (lambda: L2Decay(-1.0), ArgumentError, "L2Decay: coeff is -1.0"),
         (lambda: optim.Adam(weight_decay="l2"), ArgumentError, "weight_decay is 'l2'"),
         (lambda: optim.Momentum(rescale_grad=0), ArgumentError, "rescale_grad is 0"),
-        (lambda: optim.RMSProp(0.1), AttributeError, r"Adam\(beta1=0\)"),
+        (lambda: optim.Adamax(0.1), AttributeError, "Adam comes nearest"),
+        (lambda: optim.RMSProp(0.1, rho=1.0), ArgumentError, "RMSProp: rho is 1.0"),
         (lambda: optim.Adam().step(), AttributeError, "minimize appends the step"),
         (lambda: amp.decorate(optim.Adam()).clear_grad(), AttributeError, "made anew by every run"),
         (lambda: optim.Adam().stepp, AttributeError, "has no attribute 'stepp'$"),
@@ -212,6 +236,24 @@ def test_a_penalty_of_a_parameter_that_the_optimizer_does_not_take_names_a_group
             optim.AdamW(0.1).minimize(loss, startup)
         plain = amp.create_parameter([2], name="plain")
         optim.AdamW(0.1, parameters=[{"params": ["plain"], "weight_decay": 0.25}]).minimize(F.mean(plain), startup)
+
+
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.Lamb])
+def test_a_penalty_of_0_leaves_a_decay_apart_from_the_gradient_alone(kind: Any) -> None:
+    """Norms of Paddle's detectors ask for L2Decay(0.0) whatever the optimizer: AdamW and Lamb refused it."""
+
+    def trained_with(attr: amp.ParamAttr) -> bytes:
+        main, startup, scope = amp.Program(), amp.Program("startup"), amp.Scope()
+        with amp.program_guard(main, startup), amp.unique_name.guard():
+            w = amp.create_parameter([3], attr=attr, initializer=P0[:3])
+            kind(0.1).minimize(F.mean(w * w * 0.5), startup)
+        executor = amp.Executor(amp.CPUPlace())
+        executor.run(startup, scope=scope)
+        for _ in range(3):
+            executor.run(main, scope=scope)
+        return bytes(scope.find_var("w").tobytes())
+
+    assert trained_with(amp.ParamAttr("w", regularizer=L2Decay(0.0))) == trained_with(amp.ParamAttr("w"))
 
 
 # -- what is written afterwards ------------------------------------------------------------------------------

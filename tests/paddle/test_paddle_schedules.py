@@ -9,14 +9,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 import amp_transpiler as amp
-from amp_transpiler import optimizer as optim
 from amp_transpiler.errors import ArgumentError, OrderError
-from amp_transpiler.nn import functional as F
 from amp_transpiler.optimizer import lr, lr_schedule
+from tests.helpers.moving import Net
+from tests.helpers.where import oracle
 
 #: A schedule, and Paddle's documented formula of its rate at an epoch.
 FORMULAS: list[tuple[lr.LRScheduler, Callable[[int], float]]] = [
@@ -38,32 +37,18 @@ FORMULAS: list[tuple[lr.LRScheduler, Callable[[int], float]]] = [
 EVERY = pytest.mark.parametrize("rule, formula", FORMULAS, ids=[type(rule).__name__ for rule, _ in FORMULAS])
 
 
-class Net:
-    """One parameter under SGD; a run reports the rate that it moved by."""
-
-    def __init__(self, rule: lr.LRScheduler, **decorated: Any) -> None:
-        main, startup = amp.Program(), amp.Program("startup")
-        with amp.program_guard(main, startup), amp.unique_name.guard():
-            w = amp.create_parameter([1], name="w", initializer=np.zeros(1, np.float32))
-            x = amp.data("x", [1])
-            loss = F.mean(w * x)
-            self.optimizer: Any = optim.SGD(rule)
-            if decorated:
-                self.optimizer = amp.decorate(self.optimizer, **decorated)
-            self.optimizer.minimize(loss, startup)
-        self.main, self.startup, self.scope = main, startup, amp.Scope()
-        self.executor = amp.Executor(amp.CPUPlace())
-        self.executor.run(startup, scope=self.scope)
-
-    def run(self, x: float = 1.0) -> float:
-        (before,) = self.scope.find_var("w").copy()
-        self.executor.run(self.main, feed={"x": np.array([x], np.float32)}, scope=self.scope)
-        return float(before - self.scope.find_var("w")[0])
-
-
 @EVERY
 def test_rates_are_paddles(rule: lr.LRScheduler, formula: Callable[[int], float]) -> None:
     assert [rule.value(t) for t in range(12)] == pytest.approx([formula(t) for t in range(12)], rel=1e-12, abs=1e-15)
+
+
+CYCLIC = oracle("cyclic_rates.json")["schedules"]
+
+
+@pytest.mark.parametrize("case", CYCLIC, ids=[f"{case['name']}{case['arguments']}" for case in CYCLIC])
+def test_cycles_are_paddles(case: Any) -> None:
+    rule = getattr(lr, case["name"])(*case["arguments"], **case["keywords"], last_epoch=-1)
+    assert [rule.value(t) for t in range(42)] == pytest.approx(case["rates"], rel=1e-12)
 
 
 def test_step_after_each_run_gives_paddles_rates() -> None:
@@ -166,10 +151,11 @@ class Own(lr.LRScheduler):
 @pytest.mark.parametrize(
     "call, error, said",
     [
-        (lambda: lr.LambdaDecay(0.5, lr_lambda=lambda t: 1), AttributeError, "set_lr"),
-        (lambda: lr.ReduceOnPlateau(0.5), AttributeError, "set_lr"),
+        (lambda: lr.CyclicLR(0.1, 0.5, 4, mode="saw"), ArgumentError, "mode is 'saw'.*LambdaDecay"),
+        (lambda: lr.CyclicLR(0.1, 0.5, 4, scale_fn=lambda x: 1.0), ArgumentError, "a function is LambdaDecay's"),
+        (lambda: lr.CosineAnnealingWarmRestarts(0.5, 0), ArgumentError, "T_0 is 0"),
         (lambda: lr.StepDecay(0.5, 2, last_epoch=3), ArgumentError, r"schedule.step\(epoch\)"),
-        (lambda: Own(0.5), TypeError, r"Own is no schedule of amp.optimizer.lr.*set_lr\(rate\)"),
+        (lambda: Own(0.5), TypeError, r"Own is no schedule of amp.optimizer.lr.*LambdaDecay.*set_lr\(rate\)"),
         (lambda: lr.LRScheduler(learning_rate=0.5), TypeError, "LRScheduler is no schedule"),
         (lambda: lr.StepDecay(0.5, 0), ArgumentError, "StepDecay: step_size is 0"),
         (lambda: lr.ExponentialDecay(0.5, 0.0), ArgumentError, "gamma is 0.0"),

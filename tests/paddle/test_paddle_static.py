@@ -209,6 +209,11 @@ def test_names_of_static_are_those_of_the_package(name: str) -> None:
     assert getattr(paddle.static, name) is getattr(paddle, name)
 
 
+def test_unique_names_are_in_utils_too() -> None:
+    """``paddle.utils.unique_name.guard()``, with which programs that share parameters begin, was an error."""
+    assert paddle.utils.unique_name is paddle.unique_name
+
+
 @pytest.mark.parametrize(
     "call, said",
     [

@@ -209,6 +209,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "Momentum": lambda: amp.optimizer.Momentum(0.1, 0.9, use_nesterov=True, grad_clip=CLIPS[1]),
     "Lars": lambda: amp.optimizer.Lars(0.1, 0.9),
     "Adagrad": lambda: amp.optimizer.Adagrad(0.1, grad_clip=CLIPS[2]),
+    "RMSProp": lambda: amp.optimizer.RMSProp(0.01, momentum=0.9, centered=True),
     "Adam": lambda: amp.optimizer.Adam(0.01, grad_clip=CLIPS[3]),
     "AdamW": lambda: amp.optimizer.AdamW(amp.optimizer.lr.NoamDecay(16, 10), weight_decay=0.1),
     "Lamb": lambda: amp.optimizer.Lamb(0.01),
