@@ -11,12 +11,17 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
+import numpy as np
+import onnx
+
 from amp_transpiler.finetune.layer_names import is_vector
 from amp_transpiler.ir.copies import unmoved
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.tensors import tensor_type
-from amp_transpiler.ir.types import FLOATS
+from amp_transpiler.ir.torch_marks import torch_bias_left_out
+from amp_transpiler.ir.types import FLOATS, numpy_dtype
 from amp_transpiler.ir.weights import STATISTICS, not_a_weight
 from amp_transpiler.passes.view.constants import content
 from amp_transpiler.program import Program
@@ -111,6 +116,29 @@ def adopt_named(program: Program, names: Collection[str]) -> dict[str, Variable]
                 _keep(variable, data, trainable=True)
                 found[variable.name] = variable
     return found
+
+
+def restore_biases(program: Program) -> list[str]:
+    """Let layers add the biases again that PyTorch's dynamo exporter left out of their operators, being zero."""
+    count = 0
+    for op in program.operators:
+        slots, made = traits_of(op).biases, op.output(0)
+        if not traits_of(op).product or slots != (2,) or op.input(2) is not None or made is None:
+            continue
+        name, shape = (
+            torch_bias_left_out(op),
+            (made.shape or ())[1:2],
+        )  # both of Gemm and of Conv have the channels second
+        if not name or not all(isinstance(size, int) for size in shape) or not shape:
+            continue
+        bias = program.var(name) if program.has_var(name) else None  # another layer reads it too
+        if bias is None:
+            zeros = onnx.numpy_helper.from_array(np.zeros(shape, numpy_dtype(made.dtype)), name)
+            bias = program.add_variable(name, made.dtype, shape, persistable=True, trainable=True, data=zeros)
+            count += 1
+        if bias.is_parameter and bias.shape == shape:
+            op.set_input(2, bias)
+    return [f"{count} biases that the exporter left out, being zero, are parameters again"] if count else []
 
 
 def leave_input_scaling(program: Program) -> list[str]:
