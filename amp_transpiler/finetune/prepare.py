@@ -23,6 +23,7 @@ from amp_transpiler.finetune.import_weights import (
 from amp_transpiler.finetune.layer_names import restore_names
 from amp_transpiler.finetune.left_out import (
     buffers_left,
+    computed_of_several,
     counted_left,
     drawn_by_runtime,
     integers_left,
@@ -215,6 +216,7 @@ def prepare_training(
         notes += numbers_left(program, gone)
         notes += counted_left(program)
         notes += buffers_left(program)
+        notes += computed_of_several(program)
         notes += integers_left(program)
         notes += number_draws(program)
         notes += drawn_by_runtime(program)

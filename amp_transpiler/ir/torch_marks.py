@@ -9,8 +9,8 @@ from functools import lru_cache
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 
-#: Kinds of tensors; no optimizer of the model's changes a buffer.
-PARAMETER, BUFFER = "PARAMETER", "BUFFER"
+#: Kinds of tensors; no optimizer of the model's changes a buffer, nor what was computed of none of its tensors.
+PARAMETER, BUFFER, COMPUTED = "PARAMETER", "BUFFER", "COMPUTED"
 #: Metadata entry of a tensor: its kind; of one that was computed when the model was exported: what of.
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 _FOLDED = "pkg.onnxscript.optimizer.folded_from"
@@ -27,24 +27,26 @@ _LAYER = re.compile(r"torch\.ops\.aten\.(addmm|linear|conv\w*)\.\w+\]\(args = \(
 
 
 def exported_kind(variable: Variable) -> str:
-    """``PARAMETER``, ``BUFFER`` or another kind; "" where the file says none, or the tensor was computed of several."""
+    """``PARAMETER``, ``BUFFER``, ``COMPUTED`` or another kind; "" where the file says none, or it was computed of some
+    of several kinds."""
     if _FOLDED not in variable.metadata:
         return variable.metadata.get(_KIND, "")
-    kinds = set(_folded_from(variable).values())
+    kinds = {kind for kind, _ in _folded_from(variable)}
+    if not kinds and _signature(variable.program):
+        return COMPUTED
     return kinds.pop() if len(kinds) == 1 else ""
 
 
-def exported_name(variable: Variable) -> str:
-    """The name of the one tensor of the exported model that a tensor was computed of; "" where that is not said."""
-    names = list(_folded_from(variable))
-    return names[0] if len(names) == 1 else ""
+def exported_names(variable: Variable) -> list[str]:
+    """The names of the parameters of the exported model that a tensor was computed of in the export."""
+    return [name for kind, name in _folded_from(variable) if kind == PARAMETER]
 
 
-def _folded_from(variable: Variable) -> dict[str, str]:
-    """The tensors of the exported model that a tensor was computed of, and their kinds."""
+def _folded_from(variable: Variable) -> list[tuple[str, str]]:
+    """The tensors of the exported model that a tensor was computed of: kinds and names."""
     known = {name: kind for kind, name in _signature(variable.program).values()}
     sources = _NAME.findall(variable.metadata.get(_FOLDED, ""))  # other names are of what was computed on the way
-    return {name: known[name] for name in sources if name in known}
+    return [(known[name], name) for name in sources if name in known]
 
 
 def _signature(program: Graph) -> dict[str, tuple[str, str]]:

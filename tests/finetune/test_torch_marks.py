@@ -167,3 +167,51 @@ def test_weights_have_the_names_that_the_exporter_computed_them_of() -> None:
     names = amp.prepare_training(main).trainable
     assert set(names) == {"a.in_proj_weight", "a.in_proj_bias", "b.in_proj_weight", "b.in_proj_bias"}
     np.testing.assert_array_equal(onnx.numpy_helper.to_array(main.var("b.in_proj_weight").data), matrix.T.astype("f"))
+
+
+def folded(made: onnx.ModelProto, name: str, *sources: str) -> None:
+    """Let the exporter have computed a tensor of others."""
+    known = [info for info in made.graph.value_info if info.name == name]
+    for info in known or [made.graph.value_info.add(name=name)]:
+        info.metadata_props.add(key=FOLDED, value=repr(list(sources)))
+
+
+def test_what_was_computed_of_no_parameter_is_not_trained() -> None:
+    """An embedding bag's counts, the mask of an autoencoder."""
+    made = exported(
+        "h = Mul (x, tmp) y = MatMul (h, a_weight)",
+        {"tmp": np.ones((2, 1)), "a.weight": RANDOM.normal(size=(4, 3))},
+        ["", ""],
+        ("a.weight",),
+    )
+    folded(made, "tmp", "val_9", "view")
+    assert amp.prepare_training(amp.Program.from_onnx(made)).trainable == ("a.weight",)
+
+
+def test_a_class_token_of_zeros_is_trained_and_one_for_all_examples() -> None:
+    """It looked like a state that each example begins with."""
+    made = exported(
+        "c = Concat <axis = 1> (expand, x) f = Flatten (c) y = MatMul (f, a_weight)",
+        {"expand": np.zeros((2, 1, 4)), "a.weight": RANDOM.normal(size=(16, 3))},
+        ["cat.default](args = ([%expand, %x], 1)", "", ""],
+        ("cls", "a.weight"),
+        "float[2,3,4] x",
+    )
+    folded(made, "expand", "cls", "val_1")
+    main = amp.Program.from_onnx(made)
+    assert set(amp.prepare_training(main).trainable) == {"cls", "a.weight"}
+    assert main.var("cls").shape == (1, 1, 4)
+
+
+def test_what_was_computed_of_several_parameters_is_said() -> None:
+    made = exported(
+        "h = Add (x, add_3) y = MatMul (h, a_weight)",
+        {"add_3": RANDOM.normal(size=(2, 4)), "a.weight": RANDOM.normal(size=(4, 3))},
+        ["", ""],
+        ("a.weight", "q.weight", "q.bias"),
+    )
+    folded(made, "add_3", "linear", "q.bias", "q.weight")
+    report = amp.prepare_training(amp.Program.from_onnx(made))
+    assert set(report.trainable) == {"a.weight", "add_3"}
+    (note,) = [note for note in report.notes if "in the export" in note]
+    assert note.startswith("'add_3' was computed of 'q.bias', 'q.weight' in the export")
