@@ -14,7 +14,7 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.parameter_names import made_up
 from amp_transpiler.ir.tensors import as_array
-from amp_transpiler.ir.torch_marks import exported_names
+from amp_transpiler.ir.torch_marks import exported_from
 from amp_transpiler.program import Program
 
 
@@ -102,7 +102,7 @@ def _repeats(variable: Variable, axis: int) -> bool:
 
 def _expanded(variable: Variable) -> bool:
     """Whether the exporter computed it of one parameter, and it holds one number everywhere, as zeros do."""
-    return len(exported_names(variable)) == 1 and uniform(variable)
+    return len(exported_from(variable)) == 1 and uniform(variable)
 
 
 def _keep_one(variable: Variable, axes: list[int]) -> None:

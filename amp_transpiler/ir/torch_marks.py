@@ -31,19 +31,14 @@ def exported_kind(variable: Variable) -> str:
     of several kinds."""
     if _FOLDED not in variable.metadata:
         return variable.metadata.get(_KIND, "")
-    kinds = {kind for kind, _ in _folded_from(variable)}
+    kinds = {kind for kind, _ in exported_from(variable)}
     if not kinds and _signature(variable.program):
         return COMPUTED
     return kinds.pop() if len(kinds) == 1 else ""
 
 
-def exported_names(variable: Variable) -> list[str]:
-    """The names of the parameters of the exported model that a tensor was computed of in the export."""
-    return [name for kind, name in _folded_from(variable) if kind == PARAMETER]
-
-
-def _folded_from(variable: Variable) -> list[tuple[str, str]]:
-    """The tensors of the exported model that a tensor was computed of: kinds and names."""
+def exported_from(variable: Variable) -> list[tuple[str, str]]:
+    """The tensors of the exported model that a tensor was computed of in the export: kinds and names."""
     known = {name: kind for kind, name in _signature(variable.program).values()}
     sources = _NAME.findall(variable.metadata.get(_FOLDED, ""))  # other names are of what was computed on the way
     return [(known[name], name) for name in sources if name in known]
