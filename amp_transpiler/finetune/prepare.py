@@ -17,7 +17,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
 from amp_transpiler.finetune.import_weights import (
     adopt_named,
     leave_input_scaling,
-    restore_biases,
+    restore_parameters,
     weights_from_constants,
 )
 from amp_transpiler.finetune.layer_names import restore_names
@@ -177,7 +177,7 @@ def prepare_training(
         turns: dict[Operator, Hashable] = {}
         unrolled = expand_control_flow(program, turns=turns)
         notes += weights_from_constants(program)
-        notes += restore_biases(program)
+        notes += restore_parameters(program)
         notes += leave_input_scaling(program)
         listed = trainable if isinstance(trainable, Iterable) and not isinstance(trainable, str) else ()
         named = adopt_named(program, listed)

@@ -14,6 +14,8 @@ PARAMETER, BUFFER, COMPUTED = "PARAMETER", "BUFFER", "COMPUTED"
 #: Metadata entry of a tensor: its kind; of one that was computed when the model was exported: what of.
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 _FOLDED = "pkg.onnxscript.optimizer.folded_from"
+#: Operations that leave an exponential, its sign aside, and what the exporter calls the axes that they take.
+_EXPONENTIAL = frozenset({"exp", "neg", "unsqueeze", "_to_copy", "val"})
 #: Metadata entry of the graph that has a line for each tensor, with its kind and name.
 _SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
 _LINE = re.compile(r"^(\w+): (\w+) target='([^'\n]*)'", re.MULTILINE)
@@ -42,6 +44,16 @@ def exported_from(variable: Variable) -> list[tuple[str, str]]:
     known = {name: kind for kind, name in _signature(variable.program).values()}
     sources = _NAME.findall(variable.metadata.get(_FOLDED, ""))  # other names are of what was computed on the way
     return [(known[name], name) for name in sources if name in known]
+
+
+def logarithm_of(variable: Variable) -> str:
+    """The name of the parameter whose exponential a tensor is, perhaps negated and with axes of 1, as the exporter
+    computed it; "" where that is not said."""
+    done = [*_NAME.findall(variable.metadata.get(_FOLDED, "")), variable.name]
+    of = exported_from(variable)
+    kinds = [re.sub(r"_\d+$", "", name) for name in done if name not in {name for _, name in of}]
+    one = len(of) == 1 and of[0][0] == PARAMETER and kinds.count("exp") == 1
+    return of[0][1] if one and _EXPONENTIAL.issuperset(kinds) else ""
 
 
 def _signature(program: Graph) -> dict[str, tuple[str, str]]:

@@ -215,3 +215,35 @@ def test_what_was_computed_of_several_parameters_is_said() -> None:
     assert set(report.trainable) == {"a.weight", "add_3"}
     (note,) = [note for note in report.notes if "in the export" in note]
     assert note.startswith("'add_3' was computed of 'q.bias', 'q.weight' in the export")
+
+
+@pytest.mark.parametrize("name, sign", [("exp", 1), ("exp_2", 1), ("unsqueeze_3", -1)])
+def test_a_temperature_is_trained_and_not_its_exponential(name: str, sign: int) -> None:
+    """CLIP's, of which the exporter computed the scale; a state space model's rates with a minus."""
+    scale = np.asarray(sign * np.exp([2.0]), np.float32)
+    made = exported(
+        f"h = MatMul (x, a_weight) y = Mul (h, {name})",
+        {name: scale, "a.weight": np.eye(4)},
+        ["", ""],
+        ("a.weight", "logit_scale"),
+    )
+    folded(made, name, *["exp", "neg", "val_3"][: 3 if sign < 0 else 0], "logit_scale")
+    main = amp.Program.from_onnx(made)
+    report = amp.prepare_training(main)
+    assert set(report.trainable) == {"a.weight", "logit_scale"}
+    with amp.program_guard(main, main.startup):
+        loss = amp.nn.functional.mean(main.outputs[0])
+        amp.optimizer.SGD(0.1, parameter_list=["logit_scale"]).minimize(loss)
+    executor, feed = amp.Executor(amp.CPUPlace()), {"x": np.ones((2, 4), np.float32)}
+    with amp.scope_guard(amp.Scope()):
+        executor.run(main.startup)
+        (first,) = executor.run(main, feed=feed, fetch_list=[loss])
+        learned = amp.global_scope().find_var("logit_scale")
+    assert float(first) == pytest.approx(float(scale[0]), rel=1e-6)
+    np.testing.assert_allclose(learned, 2 - 0.1 * scale, rtol=1e-5)
+
+
+def test_an_exponential_of_something_else_stays_what_it_is() -> None:
+    made = exported("y = Mul (x, exp)", {"exp": np.full(4, 2.0)}, [""], ("a", "b"))
+    folded(made, "exp", "a", "mul")
+    assert amp.prepare_training(amp.Program.from_onnx(made)).trainable == ("exp",)
