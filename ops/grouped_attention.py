@@ -92,9 +92,11 @@ def _turned(d: Parts, x: Variable, positions: Variable, cos: Maybe, sin: Maybe) 
     half, size = d.size(cos, 1), d.size(x, 3)
     if half is None or size is None:
         raise d.error("the size of its heads or angles is not fixed")
-    part = {} if 2 * half == size else {"rotary_embedding_dim": 2 * half, "num_heads": d.size(x, 1)}
     turns = d.whole("rotary_interleaved", 0)
-    return d.add("RotaryEmbedding", x, positions, cos, sin, domain=DOMAIN, interleaved=turns, **part)
+    part, heads = (None, None) if 2 * half == size else (2 * half, d.size(x, 1))
+    return d.RotaryEmbedding(
+        x, positions, cos, sin, domain=DOMAIN, interleaved=turns, rotary_embedding_dim=part, num_heads=heads
+    )
 
 
 traits(_TYPE, settings=(5, 6, 7, 8, 9))

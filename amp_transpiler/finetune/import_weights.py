@@ -130,11 +130,10 @@ def _restore_biases(program: Program) -> list[str]:
         slots, made = traits_of(op).biases, op.output(0)
         if not traits_of(op).product or slots != (2,) or op.input(2) is not None or made is None:
             continue
-        name, shape = (
-            torch_bias_left_out(op),
-            (made.shape or ())[1:2],
-        )  # both of Gemm and of Conv have the channels second
-        if not name or not all(isinstance(size, int) for size in shape) or not shape:
+        name = torch_bias_left_out(op)
+        channels = (made.shape or ())[1:2]  # of Gemm and of Conv
+        shape = tuple(size for size in channels if isinstance(size, int))
+        if not name or not shape:
             continue
         bias = program.var(name) if program.has_var(name) else None  # another layer reads it too
         if bias is None:

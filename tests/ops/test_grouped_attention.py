@@ -25,6 +25,7 @@ def attention(
     packed: bool = True,
     past: int = 0,
     padded: bool = False,
+    size: int = D,
     rotary: int = 0,
     positions: bool = False,
     bias: bool = False,
@@ -37,11 +38,11 @@ def attention(
     def drawn(*shape: int) -> Array:
         return values.normal(size=shape).astype(np.float32)
 
-    angles = np.outer(np.arange(total), 1 / 10 ** (np.arange(rotary // 2) / D)).astype(np.float32)
+    angles = np.outer(np.arange(total), 1 / 10 ** (np.arange(rotary // 2) / size)).astype(np.float32)
     fed: list[Array | None] = [
-        drawn(batch, S, (H + 2 * groups * packed) * D),
-        *(None if packed else drawn(batch, S, groups * D) for _ in range(2)),
-        *(drawn(batch, groups, past, D) for _ in range(2)),
+        drawn(batch, S, (H + 2 * groups * packed) * size),
+        *(None if packed else drawn(batch, S, groups * size) for _ in range(2)),
+        *(drawn(batch, groups, past, size) for _ in range(2)),
         np.full(batch, total - 1, np.int32) - padded * np.arange(batch, dtype=np.int32),
         np.array(total, np.int32),
         *((np.cos(angles), np.sin(angles)) if rotary else (None, None)),
@@ -61,7 +62,7 @@ def attention(
         [node],
         "one",
         [made(name, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), array.shape) for name, array in feeds.items()],
-        [made(name, 1, shape) for name, shape in (("y", (batch, S, H * D)), ("key", None), ("value", None))],
+        [made(name, 1, shape) for name, shape in (("y", (batch, S, H * size)), ("key", None), ("value", None))],
     )
     opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
     return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10), feeds
@@ -74,6 +75,7 @@ FORMS: list[dict[str, Any]] = [
     {"rotary": D},
     {"rotary": D, "rotary_interleaved": 1, "positions": True},
     {"rotary": D, "padded": True},
+    {"rotary": D, "size": 2 * D},
     {"rotary": D, "past": 3, "batch": 1},
     {"local_window_size": 2, "past": 3, "batch": 1},
     {"local_window_size": 1},
