@@ -56,21 +56,17 @@ def attention(
         k, v = (heads_apart(d, x, d.whole("kv_num_heads", 0)) for x in (k, v))
     if past_key is not None and past_value is not None:
         k, v = d.Concat(past_key, k, axis=2), d.Concat(past_value, v, axis=2)
-    scores = _scores(d, q, k, _scale(d, q))
-    seen = [scores]
-    softcap = d.number("softcap", 0.0)
-    if softcap:
-        scores = d.Mul(d.Tanh(d.Div(scores, softcap)), softcap)
-    seen.append(scores)
-    shown = scores
+    seen = [scores(d, q, k)]
+    seen.append(capped(d, seen[0]))
+    found = shown = seen[1]
     allowed = _window(d, q, k, past_key, nonpad)
     if mask is not None and mask.dtype == "bool":
         allowed = _both(d, _padded(d, mask, k), allowed)
     elif mask is not None:
-        mask = d.cast(_padded(d, mask, k), scores.dtype)
-        shown = d.Add(scores, mask) if op.output(3) is not None else scores
-        scores = d.Add(scores, d.Clip(mask, MASKED))
-    result, probabilities, blind = weigh(d, scores, v, allowed)
+        mask = d.cast(_padded(d, mask, k), found.dtype)
+        shown = d.Add(found, mask) if op.output(3) is not None else found
+        found = d.Add(found, d.Clip(mask, MASKED))
+    result, probabilities, blind = weigh(d, found, v, allowed)
     wanted = None
     if op.output(3) is not None:
         if allowed is not None:
@@ -90,10 +86,17 @@ def _scale(d: Parts, q: Variable) -> float:
     return 1 / math.sqrt(size)
 
 
-def _scores(d: Parts, q: Variable, k: Variable, scale: float) -> Variable:
+def scores(d: Parts, q: Variable, k: Variable) -> Variable:
     """scale * Q K'. The factor goes to Q first: the product of large heads would leave fp16."""
+    scale = _scale(d, q)
     q = d.Mul(q, scale) if scale != 1 else q
     return d.MatMul(q, d.Transpose(_grouped(d, q, k), perm=[0, 1, 3, 2]))
+
+
+def capped(d: Parts, scores: Variable) -> Variable:
+    """Scores that stay below ``softcap``, where there is one."""
+    softcap = d.number("softcap", 0.0)
+    return d.Mul(d.Tanh(d.Div(scores, softcap)), softcap) if softcap else scores
 
 
 def _grouped(d: Parts, q: Variable, k: Variable) -> Variable:
@@ -160,9 +163,9 @@ def _window(d: Parts, q: Variable, k: Variable, past: Maybe, nonpad: Maybe) -> M
         return allowed
     row = d.Unsqueeze(positions_of(d, q, 2), [1])
     if past is not None:
-        row = d.Add(row, _length(d, past))
+        row = d.Add(row, length(d, past))
     elif nonpad is not None:
-        row = d.Add(row, d.Sub(nonpad, _length(d, q)))
+        row = d.Add(row, d.Sub(nonpad, length(d, q)))
     if causal or right >= 0:
         last = row if causal or right == 0 else d.Add(row, d.const(right, "int64"))
         allowed = _both(d, d.GreaterOrEqual(last, column), allowed)
@@ -171,7 +174,7 @@ def _window(d: Parts, q: Variable, k: Variable, past: Maybe, nonpad: Maybe) -> M
     return allowed
 
 
-def _length(d: Parts, x: Variable) -> Variable:
+def length(d: Parts, x: Variable) -> Variable:
     """The size of axis 2 (int64)."""
     size = d.size(x, 2)
     return d.Shape(x, start=2, end=3) if size is None else d.const(np.array([size]))

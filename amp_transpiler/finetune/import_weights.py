@@ -11,12 +11,17 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
+import numpy as np
+import onnx
+
 from amp_transpiler.finetune.layer_names import is_vector
 from amp_transpiler.ir.copies import unmoved
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.tensors import tensor_type
-from amp_transpiler.ir.types import FLOATS
+from amp_transpiler.ir.opdef import traits_of
+from amp_transpiler.ir.tensors import as_array, tensor_type
+from amp_transpiler.ir.torch_marks import logarithm_of, torch_bias_left_out
+from amp_transpiler.ir.types import FLOATS, numpy_dtype
 from amp_transpiler.ir.weights import STATISTICS, not_a_weight
 from amp_transpiler.passes.view.constants import content
 from amp_transpiler.program import Program
@@ -111,6 +116,57 @@ def adopt_named(program: Program, names: Collection[str]) -> dict[str, Variable]
                 _keep(variable, data, trainable=True)
                 found[variable.name] = variable
     return found
+
+
+def restore_parameters(program: Program) -> list[str]:
+    """Let parameters that PyTorch's dynamo exporter left out, or took something of, be there again."""
+    return _restore_biases(program) + _restore_logarithms(program)
+
+
+def _restore_biases(program: Program) -> list[str]:
+    """Let layers add the biases again that their operators lack, being zero."""
+    count = 0
+    for op in program.operators:
+        slots, made = traits_of(op).biases, op.output(0)
+        if not traits_of(op).product or slots != (2,) or op.input(2) is not None or made is None:
+            continue
+        name = torch_bias_left_out(op)
+        channels = (made.shape or ())[1:2]  # of Gemm and of Conv
+        shape = tuple(size for size in channels if isinstance(size, int))
+        if not name or not shape:
+            continue
+        bias = program.var(name) if program.has_var(name) else None  # another layer reads it too
+        if bias is None:
+            zeros = onnx.numpy_helper.from_array(np.zeros(shape, numpy_dtype(made.dtype)), name)
+            bias = program.add_variable(name, made.dtype, shape, persistable=True, trainable=True, data=zeros)
+            count += 1
+        if bias.is_parameter and bias.shape == shape:
+            op.set_input(2, bias)
+    return [f"{count} biases that the exporter left out, being zero, are parameters again"] if count else []
+
+
+def _restore_logarithms(program: Program) -> list[str]:
+    """Let parameters whose exponential was computed be what is learned again: the temperature of a contrastive loss,
+    the rates of a state space model."""
+    names = []
+    for variable in program.parameters:
+        name, array = logarithm_of(variable), np.asarray(as_array(variable.data))
+        if not name or program.has_var(name) or not ((array > 0).all() or (array < 0).all()):
+            continue
+        logarithm = np.log(np.abs(array.astype(np.float64))).astype(array.dtype)
+        learned = program.add_variable(
+            name, variable.dtype, variable.shape, persistable=True, trainable=True,
+            data=onnx.numpy_helper.from_array(logarithm, name),
+        )  # fmt: skip
+        variable.persistable, variable.trainable, variable.data = False, False, None
+        if (array < 0).all():
+            made = program.fresh_variable(f"{name}.exp", variable.dtype, variable.shape)
+            program.add_operator("Neg", [made], [variable])
+        else:
+            made = variable
+        program.add_operator("Exp", [learned], [made])
+        names.append(name)
+    return [f"{', '.join(map(repr, names))}: trained, and not the exponential, as before the export"] if names else []
 
 
 def leave_input_scaling(program: Program) -> list[str]:

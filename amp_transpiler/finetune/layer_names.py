@@ -11,6 +11,7 @@ import onnx
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.parameter_names import made_up
 from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.ir.torch_marks import exported_from, torch_layer
 from amp_transpiler.program import Program
 
 #: What the slots of weights are called, by operator.
@@ -41,12 +42,15 @@ def restore_names(program: Program) -> list[str]:
         if not made_up(variable.name) or not variable.readers:
             continue
         op, slot = variable.readers[0]
-        name = name_of(op, int(slot)) if not isinstance(slot, str) else ""
+        turn = op.type == "MatMul" and slot == 1 and len(variable.shape or ()) == 2
+        of = exported_from(variable)
+        name = of[0][1] if len(of) == 1 else torch_layer(op)[0] if turn else ""
+        name = name or (name_of(op, int(slot)) if not isinstance(slot, str) else "")
         if not name or program.has_var(name) or (op.type == "Add" and not is_vector(variable)):
             continue
         program.rename_variable(variable, name)
         renamed += 1
-        if op.type == "MatMul" and slot == 1 and len(variable.shape or ()) == 2:
+        if turn:
             _transpose(variable, op)
             turned += 1
     if not renamed:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.parameter_names import made_up
+from amp_transpiler.ir.torch_marks import PARAMETER, exported_from
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.ir.weights import A_BUFFER, FREQUENCIES, ONE_NUMBER, PLACES, not_a_weight
 from amp_transpiler.ops.fake_quantize import stored_quantised
@@ -70,6 +71,18 @@ def buffers_left(program: Program) -> list[str]:
         if left
         else []
     )
+
+
+def computed_of_several(program: Program) -> list[str]:
+    """Say which parameters the exporter computed of several, but for recurrent layers, which have them side by side:
+    those of a layer that only constants go through, a normalised weight."""
+    return [
+        f"'{v.name}' was computed of {listed(names)} in the export, and is trained in their place: export with "
+        "optimize=False to train those"
+        for v in program.parameters
+        if len(names := [name for kind, name in exported_from(v) if kind == PARAMETER]) > 1
+        and not any(traits_of(op).starts for op, _ in v.readers)
+    ]
 
 
 def integers_left(program: Program) -> list[str]:

@@ -17,11 +17,13 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
 from amp_transpiler.finetune.import_weights import (
     adopt_named,
     leave_input_scaling,
+    restore_parameters,
     weights_from_constants,
 )
 from amp_transpiler.finetune.layer_names import restore_names
 from amp_transpiler.finetune.left_out import (
     buffers_left,
+    computed_of_several,
     counted_left,
     drawn_by_runtime,
     integers_left,
@@ -108,17 +110,17 @@ def prepare_training(
     """Turn the program of an exported inference model into one to train, in place; add the loss afterwards.
 
     A model in 16 bit becomes the fp32 one that it stands for (inputs and outputs keep their types): training decides
-    precision anew, from fp32 weights. Weights become what they were before the export: those in Constant operators
-    and nested graphs become parameters, but no masks, positions told by waves, tensors to write into; parameters
-    whose elements are all alike, which the exporter merged, are copied apart, but for calls of one layer; what it
-    repeated for each example of a fixed batch is one parameter for all; matrices and filters are tied to their copies
-    again (a matrix to a transposed one too), but for layers of one kind, which are equal until they are trained;
-    what PyTorch's dynamo exporter merged is several parameters where it says that they were several; the zeros
-    beside the one bias of Keras's recurrent layers stay; anonymous parameters get the name of their module, and
-    linear layers their layout [out, in] (``restore``); layer norms that were written out (before opset 17),
-    RMS norms, GELUs, SiLUs, hard swishes, softmaxes and rotary positions are one operator again, slices that make up a
-    tensor one Split, and Splits of a tensor into the same pieces one. Weights that are standardised by a batch norm of
-    their own statistics are so by a layer norm.
+    precision anew, from fp32 weights. Weights become what they were before the export: those in Constant operators and
+    nested graphs become parameters, but no masks, positions told by waves, tensors to write into; parameters whose
+    elements are all alike, which the exporter merged, are copied apart, but for calls of one layer; what it repeated
+    for each example of a fixed batch is one parameter for all; matrices and filters are tied to their copies again (a
+    matrix to a transposed one too), but for layers of one kind, which are equal until they are trained; what PyTorch's
+    dynamo exporter merged is several parameters where it says that they were several, and biases that it left out,
+    being zero, are parameters; the zeros beside the one bias of Keras's recurrent layers stay; anonymous parameters get
+    the name of their module, and linear layers their layout [out, in] (``restore``); layer norms that were written out
+    (before opset 17), RMS norms, GELUs, SiLUs, hard swishes, softmaxes and rotary positions are one operator again,
+    slices that make up a tensor one Split, and Splits of a tensor into the same pieces one. Weights that are
+    standardised by a batch norm of their own statistics are so by a layer norm.
     RMS norms, SiLUs and rotary positions are those which onnxruntime has at every opset (SimplifiedLayerNormalization,
     QuickGelu, RotaryEmbedding); what is saved for inference has them written out. What exports of attention put in the
     place of NaN goes where no mask can make one: NaN of the scores would be hidden from the loss scaling.
@@ -175,6 +177,7 @@ def prepare_training(
         turns: dict[Operator, Hashable] = {}
         unrolled = expand_control_flow(program, turns=turns)
         notes += weights_from_constants(program)
+        notes += restore_parameters(program)
         notes += leave_input_scaling(program)
         listed = trainable if isinstance(trainable, Iterable) and not isinstance(trainable, str) else ()
         named = adopt_named(program, listed)
@@ -213,6 +216,7 @@ def prepare_training(
         notes += numbers_left(program, gone)
         notes += counted_left(program)
         notes += buffers_left(program)
+        notes += computed_of_several(program)
         notes += integers_left(program)
         notes += number_draws(program)
         notes += drawn_by_runtime(program)

@@ -14,6 +14,7 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.parameter_names import made_up
 from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.ir.torch_marks import exported_from
 from amp_transpiler.program import Program
 
 
@@ -28,7 +29,8 @@ def once_for_all(program: Program) -> list[str]:
     names, places = [], []
     for variable in program.parameters:
         shape = variable.shape
-        if shape and len(shape) > 1 and shape[0] in batches and _per_example(variable) and _repeats(variable, 0):
+        each = shape and len(shape) > 1 and shape[0] in batches and _per_example(variable)
+        if shape and each and (_repeats(variable, 0) or _expanded(variable)):
             more = [axis for axis in range(1, len(shape)) if shape[axis] in sizes and _repeats(variable, axis)]
             _keep_one(variable, [0, *more])
             names.append(variable.name)
@@ -96,6 +98,11 @@ def _repeats(variable: Variable, axis: int) -> bool:
     array = np.moveaxis(np.asarray(as_array(variable.data)), axis, 0)
     alike = len(array) > 1 and bool((array[1] == array[0]).all()) and bool((array == array[:1]).all())
     return alike and not uniform(variable)
+
+
+def _expanded(variable: Variable) -> bool:
+    """Whether the exporter computed it of one parameter, and it holds one number everywhere, as zeros do."""
+    return len(exported_from(variable)) == 1 and uniform(variable)
 
 
 def _keep_one(variable: Variable, axes: list[int]) -> None:

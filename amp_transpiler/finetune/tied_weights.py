@@ -16,7 +16,8 @@ from amp_transpiler.finetune.layer_names import called, is_vector, module_of, na
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.parameter_names import made_up
 from amp_transpiler.ir.tensors import as_array
-from amp_transpiler.ir.torch_marks import torch_weights
+from amp_transpiler.ir.torch_marks import torch_name, torch_weights
+from amp_transpiler.ir.weights import STATISTICS, not_a_weight
 from amp_transpiler.option_checks import listed
 from amp_transpiler.program import Program
 
@@ -173,11 +174,8 @@ def untie(program: Program, keep: Collection[Variable], turns: Mapping[Operator,
         before = copies
         for uses in _other_layers(variable, calls):
             (op, slot), *_ = uses
-            name = (
-                _in_torch(variable, op)
-                or name_of(op, slot)
-                or f"{variable.name}.{next(v.name for v in op.outputs if v is not None)}"
-            )
+            told = _in_torch(variable, op)
+            name = told or name_of(op, slot) or f"{variable.name}.{next(v.name for v in op.outputs if v is not None)}"
             turned = made_up(variable.name) and op.type == "MatMul"  # it is named when it is turned back
             new = program.fresh_variable(
                 variable.name if turned else name,
@@ -189,6 +187,10 @@ def untie(program: Program, keep: Collection[Variable], turns: Mapping[Operator,
             )
             for reader, place in uses:
                 reader.set_input(place, new)
+            new.metadata |= variable.metadata if told else {}
+            if variable.trainable and not_a_weight(new) not in ("", STATISTICS):  # a number that was equal to it
+                new.persistable = new.trainable = False
+                program.rename_variable(new, program.unique(f"{variable.name}.number"))
             copies += 1
         sources += copies > before
     if not copies:
@@ -226,8 +228,11 @@ def _layers_in_torch(uses: list[Use]) -> list[list[Use]]:
 
 
 def _in_torch(variable: Variable, op: Operator) -> str:
-    """What PyTorch calls the parameter that another layer of the same kind read, in a name with dots for underscores;
-    "" where its dynamo exporter does not say it."""
+    """What PyTorch calls the parameter that another layer read: the only one, or that of a layer of the same kind, in a
+    name with dots for underscores; "" where its dynamo exporter does not say it."""
+    read = set(torch_weights(op))
+    if len(read) == 1 and (name := torch_name(read.pop(), op.program)):
+        return name
     words, numbers = re.split(r"\d+", variable.name), r"(\d+)"
     pattern = re.compile("._" + numbers.join(re.escape(re.sub(r"\W", "_", word)) for word in words))
     found = next(filter(None, map(pattern.fullmatch, torch_weights(op))), None)
@@ -249,8 +254,9 @@ def _owner(variable: Variable) -> Use:
     """The reader, and its slot, that a variable is named after; else the first of the module in its name, or of all."""
     uses, module = [(op, int(slot)) for op, slot in variable.readers], variable.name.rpartition(".")[0]
     named = [use for use in uses if name_of(*use) == variable.name]
+    said = [use for use in uses if "p_" + re.sub(r"\W", "_", variable.name) in torch_weights(use[0])]
     inside = [use for use in uses if module and module_of(use[0]) == module]
-    return (named or inside or uses)[0]
+    return (named or said or inside or uses)[0]
 
 
 def _without_identities(variable: Variable) -> None:

@@ -95,13 +95,14 @@ class Parts:
     @overload
     def add(self, type_: str, *inputs: Any, outputs: None = None, **attrs: Any) -> Variable: ...
     def add(
-        self, type_: str, *inputs: Any, outputs: int | None = None, **attrs: Any
+        self, type_: str, *inputs: Any, outputs: int | None = None, domain: str = "", **attrs: Any
     ) -> Variable | tuple[Variable, ...]:
         """Add one operator; attributes that are None are left out."""
         kind = next((v.dtype for v in inputs if isinstance(v, Variable)), None)
         read = [self._variable(v, kind) for v in inputs]
         written = [self.program.add_variable(self._name(type_)) for _ in range(1 if outputs is None else outputs)]
-        op = self.program.add_operator(type_, read, written, attrs={k: v for k, v in attrs.items() if v is not None})
+        kept = {k: v for k, v in attrs.items() if v is not None}
+        op = self.program.add_operator(type_, read, written, attrs=kept, domain=domain)
         self.made[op] = None
         self.mark(op)
         env = Declared()

@@ -9,37 +9,63 @@ from functools import lru_cache
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 
-#: Kinds of tensors; no optimizer of the model's changes a buffer.
-PARAMETER, BUFFER = "PARAMETER", "BUFFER"
+#: Kinds of tensors; no optimizer of the model's changes a buffer, nor what was computed of none of its tensors.
+PARAMETER, BUFFER, COMPUTED = "PARAMETER", "BUFFER", "COMPUTED"
 #: Metadata entry of a tensor: its kind; of one that was computed when the model was exported: what of.
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 _FOLDED = "pkg.onnxscript.optimizer.folded_from"
+#: Operations that leave an exponential, its sign aside, and what the exporter calls the axes that they take.
+_EXPONENTIAL = frozenset({"exp", "neg", "unsqueeze", "_to_copy", "val"})
 #: Metadata entry of the graph that has a line for each tensor, with its kind and name.
 _SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
-_LINE = re.compile(r"^\w+: (\w+) target='([^'\n]*)'", re.MULTILINE)
+_LINE = re.compile(r"^(\w+): (\w+) target='([^'\n]*)'", re.MULTILINE)
 _NAME = re.compile(r"'([^'\n]*)'")
 #: Metadata entries of an operator: the modules it is in, and the operation it was written of, which names what it read.
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _NODE = "pkg.torch.onnx.fx_node"
 _WEIGHT = re.compile(r"%([pb]_\w+)")
+#: An operation that may add a bias, and what it reads before any list: the weight, then the bias, or that first.
+_LAYER = re.compile(r"torch\.ops\.aten\.(addmm|linear|conv\w*)\.\w+\]\(args = \(([^()\[\]]*)")
 
 
 def exported_kind(variable: Variable) -> str:
-    """``PARAMETER``, ``BUFFER`` or another kind; "" where the file says none, or the tensor was computed of several."""
-    sources = _NAME.findall(variable.metadata.get(_FOLDED, ""))
-    if not sources:
+    """``PARAMETER``, ``BUFFER``, ``COMPUTED`` or another kind; "" where the file says none, or it was computed of some
+    of several kinds."""
+    if _FOLDED not in variable.metadata:
         return variable.metadata.get(_KIND, "")
-    program: Graph = variable.program
+    kinds = {kind for kind, _ in exported_from(variable)}
+    if not kinds and _signature(variable.program):
+        return COMPUTED
+    return kinds.pop() if len(kinds) == 1 else ""
+
+
+def exported_from(variable: Variable) -> list[tuple[str, str]]:
+    """The tensors of the exported model that a tensor was computed of in the export: kinds and names."""
+    known = {name: kind for kind, name in _signature(variable.program).values()}
+    sources = _NAME.findall(variable.metadata.get(_FOLDED, ""))  # other names are of what was computed on the way
+    return [(known[name], name) for name in sources if name in known]
+
+
+def logarithm_of(variable: Variable) -> str:
+    """The name of the parameter whose exponential a tensor is, perhaps negated and with axes of 1, as the exporter
+    computed it; "" where that is not said."""
+    done = [*_NAME.findall(variable.metadata.get(_FOLDED, "")), variable.name]
+    of = exported_from(variable)
+    kinds = [re.sub(r"_\d+$", "", name) for name in done if name not in {name for _, name in of}]
+    one = len(of) == 1 and of[0][0] == PARAMETER and kinds.count("exp") == 1
+    return of[0][1] if one and _EXPONENTIAL.issuperset(kinds) else ""
+
+
+def _signature(program: Graph) -> dict[str, tuple[str, str]]:
+    """The kind and name of each tensor of the exported model, by what operations call it."""
     while program.parent is not None:
         program = program.parent.program
-    known = _kinds(program.info.graph_metadata.get(_SIGNATURE, ""))
-    found = {known[name] for name in sources if name in known}  # other names are of what was computed on the way
-    return found.pop() if len(found) == 1 else ""
+    return _tensors(program.info.graph_metadata.get(_SIGNATURE, ""))
 
 
 @lru_cache(maxsize=8)
-def _kinds(signature: str) -> dict[str, str]:
-    return {name: kind for kind, name in _LINE.findall(signature)}
+def _tensors(signature: str) -> dict[str, tuple[str, str]]:
+    return {called: (kind, name) for called, kind, name in _LINE.findall(signature)}
 
 
 def derived_scope(op: Operator) -> str:
@@ -84,3 +110,29 @@ def torch_weights(op: Operator) -> list[str]:
     One that several modules share has one name there; those that the exporter merged, being equal, have their own.
     """
     return _WEIGHT.findall(op.metadata.get(_NODE, ""))
+
+
+def torch_name(called: str, program: Graph) -> str:
+    """The name in the exported model of what :func:`torch_weights` calls so; "" where the file has no list of them."""
+    return _signature(program).get(called, ("", ""))[1]
+
+
+def torch_layer(op: Operator) -> tuple[str, str]:
+    """The names of the weight and of the bias that an operation read of which PyTorch's dynamo exporter wrote an
+    operator: that of a linear layer or a convolution, with underscores for dots where the file has no list of names; ""
+    each where it read none, or that is not said."""
+    found = _LAYER.search(op.metadata.get(_NODE, ""))
+    if found is None:
+        return "", ""
+    read = [*found[2].split(", "), ""]
+    pair = (read[2], read[0]) if found[1] == "addmm" else (read[1], read[2])
+    weight, bias = (torch_name(name[1:], op.program) or name[3:] if name.startswith("%p_") else "" for name in pair)
+    return weight, bias
+
+
+def torch_bias_left_out(op: Operator) -> str:
+    """The name of the bias that an operator lacks, being zero, of those that PyTorch's dynamo exporter writes; "" where
+    that is not said, or another operator is to add it."""
+    mark = op.metadata.get(_NODE)
+    readers = [reader for out in op.outputs if out is not None for reader, _ in out.readers]
+    return "" if any(reader.metadata.get(_NODE) == mark for reader in readers) else torch_layer(op)[1]

@@ -23,7 +23,7 @@ from amp_transpiler.ir.opdef import combined, moves, traits_of
 from amp_transpiler.ir.parameter_names import made_up, not_learned
 from amp_transpiler.ir.spectra import spectral
 from amp_transpiler.ir.tensors import LOOKED_THROUGH, as_array, tensor_type
-from amp_transpiler.ir.torch_marks import BUFFER, PARAMETER, exported_kind
+from amp_transpiler.ir.torch_marks import BUFFER, COMPUTED, PARAMETER, exported_kind
 from amp_transpiler.ir.types import FLOATS
 
 #: What :func:`not_a_weight` says of a running mean or variance: no weight, but it changes in training.
@@ -49,10 +49,10 @@ def not_a_weight(variable: Variable) -> str:
     dtype, shape = tensor_type(data)
     if dtype not in FLOATS:
         return f"of type {dtype}"
-    if not_learned(variable.name):
+    kind = exported_kind(variable)
+    if not_learned(variable.name) or kind == COMPUTED:
         return "what the model's code makes"
     uses = _uses(variable, _HOPS)
-    kind = exported_kind(variable)
     if math.prod(shape) <= 1 and kind != PARAMETER and not _is_of_layers(uses, shape):
         return ONE_NUMBER
     if uses and all(_is_number(op, slot) for op, slot in uses):
@@ -73,7 +73,7 @@ def not_a_weight(variable: Variable) -> str:
         return "a mask of zeros and ones"
     if variable.readers and all(_counts(op, slot) for op, slot in variable.readers) and _is_all(variable, 1.0):
         return "what is counted"
-    if _is_start(variable, shape):
+    if kind != PARAMETER and _is_start(variable, shape):
         return "what the examples of a batch begin with"
     if uses and all(_is_of_groups(op) and _is_all(variable, float(slot == 1)) for op, slot in uses):
         return "what leaves a normalisation of groups as it is"
