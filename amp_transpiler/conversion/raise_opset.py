@@ -16,7 +16,7 @@ from amp_transpiler.ir.contrib_types import WITHDRAWN, WITHDRAWN_AT
 from amp_transpiler.ir.decompose import write_instead
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.lists import TARGET_OPSET, USUAL_PLACE, has_kernel, place_traits
-from amp_transpiler.ops.without_kernels import LOST
+from amp_transpiler.ops.place_gaps import LOST
 from amp_transpiler.passes.canonicalize.fuse_norm import MEANS, fuse_layer_norms, has_layer_norms
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.numerics.quantised import loads_at

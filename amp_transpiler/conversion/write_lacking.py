@@ -8,7 +8,7 @@ from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.decompose import write_instead
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.lists import unsupported_reason
-from amp_transpiler.ops.without_kernels import LACKING
+from amp_transpiler.ops.place_gaps import LACKING
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.view.of_type import of_type
 from amp_transpiler.passes.view.typing import programs

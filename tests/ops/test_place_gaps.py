@@ -13,7 +13,7 @@ import amp_transpiler as amp
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.decompose import write_instead
 from amp_transpiler.ir.weights import become_constants
-from amp_transpiler.ops.without_kernels import LACKING, LOST
+from amp_transpiler.ops.place_gaps import LACKING, LOST
 
 POOLS = {
     "a residual net's": "kernel_shape=[3,3], strides=[2,2], pads=[1,1,1,1]",
