@@ -26,7 +26,7 @@ _END = 2**63 - 1
 
 
 def max_pool(d: Parts, op: Operator, x: Variable) -> list[Variable]:
-    """Along one axis after the other, the maximum of the slices that the taps of all windows read: the same bits.
+    """Along one axis after the other, the maximum of what the taps of all windows read: the same bits.
 
     The first and the last element stand for the padding beside them: a window that reaches it holds them too, where it
     has no gaps. GraphError for others, and where open sizes decide on the padding.
@@ -38,20 +38,33 @@ def max_pool(d: Parts, op: Operator, x: Variable) -> list[Variable]:
     strides, dilations = ([int(n) for n in op.attrs.get(name) or [1] * rank] for name in ("strides", "dilations"))
     begin, end = _padding(d, op, x, rank)
     for axis, (size, stride, gap) in enumerate(zip(kernel, strides, dilations, strict=True), 2):
-        before, after = begin[axis - 2], end[axis - 2]
-        if gap > 1 and size > 1 and (before > 0 or after > 0):
+        before, after, whole = begin[axis - 2], end[axis - 2], d.size(x, axis)
+        padded = before > 0 or after > 0
+        if gap > 1 and size > 1 and padded:
             raise d.error("its windows have gaps, and reach into the padding")
-        if before > 0 or after > 0:
-            first = [d.Slice(x, [0], [1], [axis])] * before
-            last = [d.Slice(x, [-1], [_END], [axis])] * after
-            x = d.Concat(*first, x, *last, axis=axis)
-        behind = [(size - 1 - tap) * gap - min(after, 0) for tap in range(size)]
-        taps = [
-            d.Slice(x, [tap * gap], [-left if left else _END], [axis], [stride]) if tap or left or stride > 1 else x
-            for tap, left in enumerate(behind)
-        ]
+        if padded and whole is not None:
+            count = (whole + before + after - (size - 1) * gap - 1) // stride + 1
+            places = np.arange(count) * stride - before
+            taps = [_taken(d, x, axis, np.clip(places + tap * gap, 0, whole - 1)) for tap in range(size)]
+        else:
+            if padded:
+                first = [d.Slice(x, [0], [1], [axis])] * before if before > 0 else []
+                last = [d.Slice(x, [-1], [_END], [axis])] * after if after > 0 else []
+                x = d.Concat(*first, x, *last, axis=axis)
+            behind = [(size - 1 - tap) * gap - min(after, 0) for tap in range(size)]
+            taps = [
+                d.Slice(x, [tap * gap], [-left if left else _END], [axis], [stride]) if tap or left or stride > 1 else x
+                for tap, left in enumerate(behind)
+            ]
         x = d.Max(*taps) if size > 1 else taps[0]
     return [x if x.producer is not None and x in d.made else d.Identity(x)]
+
+
+def _taken(d: Parts, x: Variable, axis: int, places: np.ndarray) -> Variable:
+    """What lies at these places of an axis."""
+    if np.array_equal(places, np.arange(d.size(x, axis) or 0)):
+        return x
+    return d.Gather(x, d.const(places), axis=axis)
 
 
 def _padding(d: Parts, op: Operator, x: Variable, rank: int) -> tuple[list[int], list[int]]:

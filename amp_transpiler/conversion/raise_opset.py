@@ -15,11 +15,14 @@ from amp_transpiler.ir.clone import clone
 from amp_transpiler.ir.contrib_types import WITHDRAWN, WITHDRAWN_AT
 from amp_transpiler.ir.decompose import write_instead
 from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.kernel_cost import moved_bytes, tensor_bytes
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.lists import TARGET_OPSET, USUAL_PLACE, has_kernel, place_traits
 from amp_transpiler.ops.place_gaps import LOST
 from amp_transpiler.passes.canonicalize.fuse_norm import MEANS, fuse_layer_norms, has_layer_norms
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.numerics.quantised import loads_at
+from amp_transpiler.passes.partition.problem import nominal
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.view.typing import Obstacle, has_float, narrowed
 
@@ -48,8 +51,8 @@ def raise_for(
     done, or on what would have been gained and was not worth it.
 
     That is the target opset, or 22 where even more can, or an earlier one where onnxruntime would not load it there.
-    What has no kernel at 22 on the place is written in other operators; where it has no such form, or is one of the
-    types ``kept``, 22 is not taken. A program that cannot be expressed there stays as it is. ``binds_full``: of which
+    What has no kernel at 22 on the place is written in other operators; where it has no such form, is one of the types
+    ``kept``, or that moves more bytes than is saved, 22 is not taken. A program that cannot be expressed there stays as it is. ``binds_full``: of which
     operators lists say that they run in fp32 anyway.
     """
     own, kernels = program.opset(), partial(has_kernel, place_traits(place).provider)
@@ -75,11 +78,14 @@ def raise_for(
         lost = _lost(program, trial, copy, kernels) if target > TARGET_OPSET and found > count else []
         changed = _write_out(copy, [kind for kind in lost if kind not in kept])
         lost = [kind for kind in lost if kind not in changed]
-        if found > count and not lost:
+        dearer = changed and not lost and _traffic(copy, dtype, able) >= _traffic(trial, dtype, able)
+        if found > count and not lost and not dearer:
             best, count, trial, written = target, found, copy, changed
         elif found > count:
             gain = f"opset {target}, at which {_more(found - before)} could run in {dtype}"
-            refused = f"{gain}, is not taken: {place_traits(place).title} has no kernel for {', '.join(lost)} there"
+            title = place_traits(place).title
+            refused = f"{gain}, is not taken: {title} has no kernel for {', '.join(lost or changed)} there"
+            refused += ", and what would stand for it moves more bytes than that saves" if dearer else ""
     if best == own:
         return refused
     convert_opset(program, best)
@@ -132,13 +138,30 @@ def _targets(program: Graph, dtype: str, has: _HasKernel) -> tuple[int, ...]:
     return (target, _LATER) if dtype == "bfloat16" and later == TARGET_OPSET else (target,)
 
 
+def _traffic(program: Graph, dtype: str, has: _HasKernel) -> int:
+    """Bytes that the operators move where each that can runs in ``dtype``, casts aside."""
+    return sum(
+        moved_bytes(op.type, op.domain, *([_bytes(v, narrow) for v in side] for side in (op.inputs, op.outputs)))
+        for op in program.walk()
+        for narrow in [dtype if _is_able(op, dtype, has) else "float32"]
+    )
+
+
+def _bytes(variable: Variable | None, dtype: str) -> int:
+    if variable is None or variable.dtype != "float32":
+        return 0
+    return tensor_bytes((dtype, nominal(variable.shape)))
+
+
 def _able(program: Graph, dtype: str, has: _HasKernel) -> int:
     """Operators that could run in ``dtype`` at the program's opset on the place."""
-    return sum(
-        not isinstance(narrowed(op, dtype), Obstacle) and has(op.type, dtype, op.program.opset(op.domain), op.domain)
-        for op in program.walk()
-        if has_float(op) and not op.domain and op.type not in _APART and not op.attrs.programs
-    )
+    return sum(_is_able(op, dtype, has) for op in program.walk())
+
+
+def _is_able(op: Operator, dtype: str, has: _HasKernel) -> bool:
+    if op.domain or op.type in _APART or op.attrs.programs or not has_float(op):
+        return False
+    return not isinstance(narrowed(op, dtype), Obstacle) and has(op.type, dtype, op.program.opset(op.domain), op.domain)
 
 
 def _lost(program: Graph, before: Graph, after: Graph, has: _HasKernel) -> list[str]:
