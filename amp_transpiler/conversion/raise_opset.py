@@ -52,8 +52,8 @@ def raise_for(
 
     That is the target opset, or 22 where even more can, or an earlier one where onnxruntime would not load it there.
     What has no kernel at 22 on the place is written in other operators; where it has no such form, is one of the types
-    ``kept``, or that moves more bytes than is saved, 22 is not taken. A program that cannot be expressed there stays as it is. ``binds_full``: of which
-    operators lists say that they run in fp32 anyway.
+    ``kept``, or that moves more bytes than is saved, 22 is not taken. A program that cannot be expressed there stays as
+    it is. ``binds_full``: of which operators lists say that they run in fp32 anyway.
     """
     own, kernels = program.opset(), partial(has_kernel, place_traits(place).provider)
     bound = cache(binds_full)
