@@ -15,14 +15,14 @@ from amp_transpiler.ir.clone import clone
 from amp_transpiler.ir.contrib_types import WITHDRAWN, WITHDRAWN_AT
 from amp_transpiler.ir.decompose import write_instead
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.kernel_cost import moved_bytes, tensor_bytes
+from amp_transpiler.ir.kernel_cost import moved_bytes
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.lists import TARGET_OPSET, USUAL_PLACE, has_kernel, place_traits
 from amp_transpiler.ops.place_gaps import LOST
 from amp_transpiler.passes.canonicalize.fuse_norm import MEANS, fuse_layer_norms, has_layer_norms
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.numerics.quantised import loads_at
-from amp_transpiler.passes.partition.problem import nominal
+from amp_transpiler.passes.partition.problem import nominal_bytes
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.view.typing import Obstacle, has_float, narrowed
 
@@ -148,9 +148,7 @@ def _traffic(program: Graph, dtype: str, has: _HasKernel) -> int:
 
 
 def _bytes(variable: Variable | None, dtype: str) -> int:
-    if variable is None or variable.dtype != "float32":
-        return 0
-    return tensor_bytes((dtype, nominal(variable.shape)))
+    return 0 if variable is None or variable.dtype != "float32" else nominal_bytes(variable.shape, dtype)
 
 
 def _able(program: Graph, dtype: str, has: _HasKernel) -> int:

@@ -7,6 +7,7 @@ from amp_transpiler.conversion.protected import converted, protected
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.decompose import write_instead
 from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.lists import unsupported_reason
 from amp_transpiler.ops.place_gaps import LACKING
 from amp_transpiler.passes.pipeline import Context, Pass, Property
@@ -16,7 +17,7 @@ from amp_transpiler.passes.view.typing import programs
 
 class WriteLacking(Pass):
     """An operator of which the place has no kernel in 16 bit is written in others of which it has, where these give the
-    same to a rounding."""
+    same to a rounding, and products run in 16 bit: beside products in fp32 they would move more."""
 
     name = "write-lacking"
     needs = (Property.TYPED, Property.CONSTANTS, OPTIONS)
@@ -25,8 +26,12 @@ class WriteLacking(Pass):
         return bool(_lacking(graph.opset(), context[OPTIONS])) and not converted(graph)
 
     def run(self, graph: Graph, context: Context) -> None:
-        names, keep = protected(graph, context[OPTIONS])
-        lacking = _lacking(graph.opset(), context[OPTIONS])
+        options = context[OPTIONS]
+        names, keep = protected(graph, options)
+        lacking = _lacking(graph.opset(), options)
+        products = [_lacks(op.full_type, graph.opset(), options) for op in graph.walk() if traits_of(op).product]
+        if 2 * sum(products) > len(products):
+            return
         for each in programs(graph):
             for op in [op for kind in lacking for op in of_type(each, kind)]:
                 data, made = op.input(0), op.output(0)
@@ -40,11 +45,15 @@ class WriteLacking(Pass):
 
 def _lacking(opset: int, options: ConversionOptions) -> list[str]:
     """Types of operators of which the place lacks a kernel, but not of what they are written in."""
-
-    def lacks(kind: str) -> bool:
-        return unsupported_reason(kind, options.dtype, opset, options.kind) is not None
-
-    free = {kind: form for kind, form in LACKING.items() if not options.binds_full(kind)}
     return [
-        kind for kind, form in free.items() if opset >= form.opset and lacks(kind) and not any(map(lacks, form.parts))
+        kind
+        for kind, form in LACKING.items()
+        if opset >= form.opset
+        and not options.binds_full(kind)
+        and _lacks(kind, opset, options)
+        and not any(_lacks(part, opset, options) for part in form.parts)
     ]
+
+
+def _lacks(kind: str, opset: int, options: ConversionOptions) -> bool:
+    return unsupported_reason(kind, options.dtype, opset, options.kind) is not None

@@ -187,11 +187,12 @@ def _widened(decision: Decision) -> Decision:
 
 
 def _bytes(variable: Variable | None, dtype: str | None) -> int:
-    return 0 if variable is None or dtype not in FLOATS else _held(variable.shape, dtype)
+    return 0 if variable is None or dtype not in FLOATS else nominal_bytes(variable.shape, dtype)
 
 
 @lru_cache(maxsize=4096)  # a program has few shapes, and thousands of tensors of each
-def _held(shape: Shape | None, dtype: str) -> int:
+def nominal_bytes(shape: Shape | None, dtype: str) -> int:
+    """Bytes of a tensor of this shape for the traffic."""
     return tensor_bytes((dtype, nominal(shape)))
 
 

@@ -1,0 +1,37 @@
+"""What has no bfloat16 kernel on CUDA is written in other operators beside products in bfloat16, and there alone."""
+
+from __future__ import annotations
+
+import pytest
+
+import amp_transpiler as amp
+from tests.helpers.converting import filled
+
+NET = (
+    '<ir_version: 8, opset_import: ["" : 18]>'
+    " m (float[1,8,8,8] x) => (float[1,8,A,B] y) <float[8,8,3,3] w>"
+    " { c = Conv<pads = [1, 1, 1, 1]>(x, w) a = TAIL z = LeakyRelu<alpha = 0.1>(a) y = GlobalAveragePool(z) }"
+)
+#: Windows of 5 x 5 of few channels: written out they would move more than bfloat16 saves, and the opset stays.
+POOLS = "MaxPool<kernel_shape = [5, 5], pads = [2, 2, 2, 2]>(c)"
+
+
+def types_of(tail: str, **options: object) -> dict[str, str | None]:
+    program = amp.convert(filled(NET.replace("TAIL", tail)), dtype="bfloat16", **options)  # type: ignore[arg-type]
+    return {op.type: op.precision for op in program.operators if op.type != "Cast"}
+
+
+def test_what_stands_for_them_runs_in_bfloat16() -> None:
+    assert types_of("Relu(c)") == dict.fromkeys(("Conv", "Relu", "Mul", "Max", "ReduceMean"), "bfloat16")
+
+
+def test_in_fp32_they_stay_one_kernel_each() -> None:
+    assert types_of(POOLS) == dict.fromkeys(("Conv", "MaxPool", "LeakyRelu", "GlobalAveragePool"), "float32")
+
+
+@pytest.mark.parametrize(
+    "options", [{"black_list": ["LeakyRelu"]}, {"exclude": ["re:.*z.*"]}, {"black_varnames": ["z"]}]
+)
+def test_what_the_user_keeps_stays(options: dict[str, object]) -> None:
+    found = types_of("Relu(c)", **options)
+    assert found["LeakyRelu"] == "float32" and "Mul" not in found
