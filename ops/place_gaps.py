@@ -15,14 +15,17 @@ import numpy as np
 from amp_transpiler.ir.constant_data import constant_array
 from amp_transpiler.ir.decompose import Entry, Parts
 from amp_transpiler.ir.infer import static
-from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.nodes import Operator, Variable, origin
 from amp_transpiler.ops.elementwise import limited
+from amp_transpiler.ops.norm_parts import epsilon_of
 from amp_transpiler.ops.pool import window_by_runtime
 
 Maybe = Variable | None
 
 #: Behind every end, as Slice takes it.
 _END = 2**63 - 1
+#: More channels than any image has.
+_CHANNELS = 1 << 16
 
 
 def max_pool(d: Parts, op: Operator, x: Variable) -> list[Variable]:
@@ -115,6 +118,41 @@ def global_average_pool(d: Parts, op: Operator, x: Variable) -> list[Variable]:
     return [d.ReduceMean(x, list(range(2, d.rank(x))))]
 
 
+def batch_normalization(
+    d: Parts, op: Operator, x: Variable, scale: Variable, bias: Variable, mean: Variable, variance: Variable
+) -> list[Variable]:
+    """A sum with a number of each channel, times its slope: what is added rounds as x itself does, and the slope
+    changes no place where the result is 0. Where a slope is 0, or all is computed, the product first."""
+    if op.attrs.get("training_mode", 0) or len([v for v in op.outputs if v is not None]) > 1:
+        raise d.error("it takes the statistics of its input")
+    axes, known = list(range(1, d.rank(x) - 1)), affine_map(op)
+    if known is None:
+        factor = d.Div(scale, d.Sqrt(d.Add(variance, epsilon_of(op))))
+        added = d.Sub(bias, d.Mul(mean, factor))
+        slope, shift = (d.Unsqueeze(each, axes) if axes else each for each in (factor, added))
+        return [d.Add(d.Mul(x, slope), shift)]
+    with np.errstate(all="ignore"):
+        moved = known[1] / known[0]
+    first = bool(np.isfinite(moved.astype(np.float32)).all())
+    slope, number = (
+        d.const(each.reshape(-1, *[1] * len(axes)), x.dtype) for each in (known[0], moved if first else known[1])
+    )
+    return [d.Mul(d.Add(x, number), slope) if first else d.Add(d.Mul(x, slope), number)]
+
+
+def affine_map(norm: Operator) -> tuple[np.ndarray, np.ndarray] | None:
+    """The factor of each channel, and what is added to it, of a BatchNormalization by constants, in float64."""
+    if norm.attrs.get("training_mode", 0) or len(norm.inputs) != 5:
+        return None
+    held = [constant_array(origin(v), _CHANNELS) if v is not None else None for v in norm.inputs[1:]]
+    if any(each is None for each in held):
+        return None
+    scale, bias, mean, variance = (each.astype(np.float64) for each in held if each is not None)
+    with np.errstate(all="ignore"):
+        slope = scale / np.sqrt(variance + epsilon_of(norm))
+    return slope, bias - mean * slope
+
+
 def leaky_relu(d: Parts, op: Operator, x: Variable) -> list[Variable]:
     """The larger of x and alpha x, where alpha is at most 1."""
     alpha = d.number("alpha", 0.01)
@@ -180,6 +218,7 @@ class Lacking:
 
 #: What is written in others where the place has no kernel in 16 bit.
 LACKING: Mapping[str, Lacking] = {
+    "BatchNormalization": Lacking(batch_normalization, ("Add", "Mul"), 14),
     "Clip": Lacking(clip, ("Max", "Min"), 11),
     "DepthToSpace": Lacking(depth_to_space, ("Reshape", "Transpose")),
     "GlobalAveragePool": Lacking(global_average_pool, ("ReduceMean",), 18),

@@ -15,6 +15,7 @@ from amp_transpiler.conversion.auto import ORIGINAL, SEARCHED, Search
 from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions, Options
 from amp_transpiler.conversion.dense_constants import DenseConstants
 from amp_transpiler.conversion.fold_constants import FoldConstants
+from amp_transpiler.conversion.fold_norms import FoldNorms
 from amp_transpiler.conversion.invert_triangles import InvertTriangles
 from amp_transpiler.conversion.io_types import NarrowIo
 from amp_transpiler.conversion.other_type import WidenOther
@@ -25,6 +26,7 @@ from amp_transpiler.conversion.rescale_factors import RescaleFactors
 from amp_transpiler.conversion.steps import ASSIGNMENT, CONSTRAINTS, Constrain, FreezeWeights, Partition
 from amp_transpiler.conversion.verdict import judge
 from amp_transpiler.conversion.write_fused import WriteFused
+from amp_transpiler.conversion.write_hard_swishes import WriteHardSwishes
 from amp_transpiler.conversion.write_lacking import WriteLacking
 from amp_transpiler.conversion.write_norms import WriteNorms
 from amp_transpiler.ir.gc_pause import collector_paused
@@ -152,9 +154,11 @@ def conversion(options: ConversionOptions) -> Pipeline:
                 DenseConstants(),
                 WidenOther(),
                 FoldConstants(),
+                FoldNorms(),
                 RaiseOpset(),
                 InvertTriangles(),
                 WriteNorms(),
+                WriteHardSwishes(),
                 WriteFused(),
                 WriteLacking(),
                 ProductsFirst(),

@@ -8,8 +8,10 @@ from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.decompose import write_instead
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.opdef import traits_of
+from amp_transpiler.ir.proto_residue import listed_inputs
 from amp_transpiler.lists import unsupported_reason
 from amp_transpiler.ops.place_gaps import LACKING
+from amp_transpiler.passes.canonicalize.simplify import remove_dead
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.view.of_type import of_type
 from amp_transpiler.passes.view.typing import programs
@@ -32,15 +34,19 @@ class WriteLacking(Pass):
         products = [_lacks(op.full_type, graph.opset(), options) for op in graph.walk() if traits_of(op).product]
         if 2 * sum(products) > len(products):
             return
+        listed = listed_inputs(graph)  # for which a caller may give others
         for each in programs(graph):
             for op in [op for kind in lacking for op in of_type(each, kind)]:
                 data, made = op.input(0), op.output(0)
                 if data is None or data.dtype != "float32" or op in keep or (made is not None and made.name in names):
                     continue
+                if not listed.isdisjoint(op.inputs[1:]):
+                    continue
                 try:
                     write_instead(op, LACKING[op.type].write)
                 except GraphError:  # a form that it does not have: it stays fp32
                     continue
+        remove_dead(graph, names, keep)
 
 
 def _lacking(opset: int, options: ConversionOptions) -> list[str]:

@@ -32,13 +32,13 @@ def held_data(variable: Variable) -> Any:
     return _data(producer.attrs)
 
 
-def constant_array(variable: Variable) -> np.ndarray | None:
-    """The content of a small constant; None of what is none or is large, and of what may hold something else in a run:
-    parameters, other state, and initializers that are inputs."""
+def constant_array(variable: Variable, most: int = SMALL) -> np.ndarray | None:
+    """The content of a constant of at most so many elements; None of what is none or is larger, and of what may hold
+    something else in a run: parameters, other state, and initializers that are inputs."""
     if variable.persistable or variable.is_input:
         return None
     data = held_data(variable)
-    return None if data is None or math.prod(tensor_type(data)[1]) > SMALL else as_array(data)
+    return None if data is None or math.prod(tensor_type(data)[1]) > most else as_array(data)
 
 
 def given_axes(op: Operator) -> list[int] | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 import amp_transpiler as amp
-from tests.helpers.converting import filled
+from tests.helpers.converting import faithful, filled, off
+from tests.helpers.sessions import session
 
 NET = (
     '<ir_version: 8, opset_import: ["" : 18]>'
@@ -35,3 +37,16 @@ def test_in_fp32_they_stay_one_kernel_each() -> None:
 def test_what_the_user_keeps_stays(options: dict[str, object]) -> None:
     found = types_of("Relu(c)", **options)
     assert found["LeakyRelu"] == "float32" and "Mul" not in found
+
+
+def test_a_norm_without_a_convolution_is_a_sum_and_a_product() -> None:
+    model = filled(
+        '<ir_version: 8, opset_import: ["" : 22]> m (float[1,4,8,8] x) => (float[1,4,6,6] y)'
+        " <float[4,4,3,3] w, float[4] s, float[4] b, float[4] mu, float[4] v>"
+        " { r = Relu(x) n = BatchNormalization(r, s, b, mu, v) y = Conv(n, w) }"
+    )
+    program = amp.convert(model, dtype="bfloat16")
+    assert [op.type for op in program.operators] == ["Cast", "Relu", "Add", "Mul", "Conv", "Cast"]
+    assert not {v.name for v in program.variables} & {"s", "b", "mu", "v"}, "unused weights go"
+    x = np.random.default_rng(0).standard_normal((1, 4, 8, 8), np.float32)
+    assert off(faithful(program, {"x": x})[0], session(model).run(None, {"x": x})[0]) < 0.005

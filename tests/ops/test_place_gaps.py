@@ -35,7 +35,7 @@ FIXED = {
 
 
 def written(
-    type_: str, attributes: str, sizes: str, more: str = "", reads: str = "x"
+    type_: str, attributes: str, sizes: str, more: str = "", reads: str = "x", computed: bool = False
 ) -> tuple[onnx.ModelProto, amp.Program]:
     """A model of one operator, and the program in which others stand for it."""
     attributes = attributes.replace("'", '"')
@@ -43,7 +43,8 @@ def written(
     model = onnx.parser.parse_model(f"{head} {more} {{ y = {type_}{attributes and f'<{attributes}>'}({reads}) }}")
     model = onnx.shape_inference.infer_shapes(model)
     program = amp.Program.from_onnx(model)
-    become_constants(program)
+    if not computed:
+        become_constants(program)
     (op,) = program.operators
     write_instead(op, LOST[type_] if type_ in LOST else LACKING[type_].write)
     assert all(each.type != type_ for each in program.operators)
@@ -105,18 +106,31 @@ FORMS = {
     "DepthToSpace, columns first": ("blocksize=2, mode='CRD'", "2,8,3,5"),
     "Resize": ("mode='nearest', nearest_mode='floor', coordinate_transformation_mode='asymmetric'", "N,4,3,5"),
     "Resize, half pixels": ("mode='nearest'", "2,4,3,5"),
+    "BatchNormalization": ("epsilon=0.1", "N,3,H,W"),
+    "BatchNormalization, a slope of 0": ("", "N,3,H,W"),
+    "BatchNormalization, computed": ("", "N,3,H,W"),
 }
+#: What they read besides x, and how.
+READ = {
+    "Clip": ("<float low = {-0.5}, float high = {0.25}>", "x, low, high"),
+    "Resize": ("<float[4] factors = {1, 1, 3, 2}>", "x, , factors"),
+    "BatchNormalization": (
+        "<float[3] s = {1, -2, 3}, float[3] b = {0.5, 0, 1}, float[3] m = {0, 3, -1}, float[3] v = {4, 0.01, 1}>",
+        "x, s, b, m, v",
+    ),
+}
+READ["BatchNormalization, a slope of 0"] = (
+    READ["BatchNormalization"][0].replace("3}, float[3] b", "0}, float[3] b"),
+    READ["BatchNormalization"][1],
+)
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_what_has_no_16_bit_kernel_in_other_operators(name: str) -> None:
     type_, (attributes, sizes) = name.partition(",")[0], FORMS[name]
-    more, reads = {
-        "Clip": ("<float low = {-0.5}, float high = {0.25}>", "x, low, high"),
-        "Resize": ("<float[4] factors = {1, 1, 3, 2}>", "x, , factors"),
-    }.get(type_, ("", "x"))
-    model, program = written(type_, attributes, sizes, more, reads)
-    assert {op.type for op in program.operators} <= set(LACKING[type_].parts)
+    more, reads = READ.get(name, READ.get(type_, ("", "x")))
+    model, program = written(type_, attributes, sizes, more, reads, computed=name.endswith("computed"))
+    assert name.endswith("computed") or {op.type for op in program.operators} <= set(LACKING[type_].parts)
     shape = (2, *(int(size) if size.isdigit() else 6 for size in sizes.split(",")[1:]))
     x = np.random.default_rng(0).standard_normal(shape, np.float32)
     np.testing.assert_allclose(*results(model, program, x), rtol=2e-6, atol=1e-7)
@@ -132,6 +146,7 @@ def test_what_has_no_16_bit_kernel_in_other_operators(name: str) -> None:
         ("Resize", "coordinate_transformation_mode='asymmetric'", "2,4,3,5", "<float[4] f = {1, 1, 2, 2}>", "x, , f"),
         ("Resize", "", "2,4,4,6", "<float[4] f = {1.0, 1.0, 1.5, 2.0}>", "x, , f"),
         ("Clip", "", "2,4,3,5", "", "x"),
+        ("BatchNormalization", "training_mode=1", "2,3,3,5", *READ["BatchNormalization"]),
     ],
 )
 def test_forms_that_have_none(type_: str, attributes: str, sizes: str, more: str, reads: str) -> None:

@@ -1,0 +1,107 @@
+"""A batch norm goes into the weights of the convolution before it, where that is all the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+import amp_transpiler as amp
+from tests.helpers.converting import faithful, filled, off
+from tests.helpers.sessions import session
+
+HEAD = '<ir_version: 8, opset_import: ["" : 17]> m (float[1,4,8,8] x) => (float[1,4,A,B] y) '
+HEAD += "<float[4,4,3,3] w, float[4,2,3,3] pairs, float[4] s, float[4] b, float[4] mu, float[4] v, float[4] c> "
+NORM = "n = BatchNormalization<epsilon = 0.1>(a, s, b, mu, v) "
+X = np.random.default_rng(0).standard_normal((1, 4, 8, 8), np.float32)
+FOLDED = {
+    "without a bias": "a = Conv(x, w) " + NORM + "y = Relu(n)",
+    "with a bias": "a = Conv(x, w, c) " + NORM + "y = Relu(n)",
+    "an output": "a = Conv(x, w) " + NORM.replace("n = B", "y = B"),
+    "transposed": "a = ConvTranspose(x, w, c) " + NORM + "y = Relu(n)",
+    "in groups": "a = Conv<group = 2>(x, pairs) " + NORM + "y = Relu(n)",
+}
+LEFT = {
+    "read by others": "a = Conv(x, w) " + NORM + "y = Add(a, n)",
+    "an output": "a = Conv(x, w) " + NORM + "y = Relu(n)",
+    "weights of two": "a = Conv(x, w) " + NORM + "o = Conv(x, w) y = Add(n, o)",
+    "transposed, in groups": "a = ConvTranspose<group = 2>(x, pairs) " + NORM + "y = Relu(n)",
+    "computed": "k = Neg(w) a = Conv(x, k) " + NORM.replace("(a, s", "(a, r") + "y = Relu(n)",
+    "nothing": "a = Relu(x) " + NORM + "y = Conv(n, w)",
+}
+
+
+def model_of(body: str, output: bool = False) -> onnx.ModelProto:
+    head = HEAD.replace("y) <", "y, float[1,4,C,D] a) <") if output else HEAD
+    head = head.replace("float[1,4,8,8] x", "float[1,4,8,8] x, float[4] r") if "r," in body else head
+    model = filled(f"{head}{{ {body} }}")
+    for weight in model.graph.initializer:  # two numbers of each sign, and of several sizes
+        array = onnx.numpy_helper.to_array(weight)
+        sign = np.where(np.arange(array.shape[0]) % 2, -1, 1).reshape(-1, *[1] * (array.ndim - 1))
+        size = np.float32(2.0) ** np.arange(array.shape[0]).reshape(sign.shape)
+        new = array * size * (1 if weight.name == "v" else sign)
+        weight.CopyFrom(onnx.numpy_helper.from_array(new.astype(np.float32), weight.name))
+    return model
+
+
+def types(program: amp.Program) -> set[str]:
+    return {op.type for op in program.operators}
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_one_operator_computes_both(name: str) -> None:
+    model = model_of(FOLDED[name])
+    program = amp.convert(model)
+    assert "BatchNormalization" not in types(program)
+    assert not {v.name for v in program.variables} & {"s", "b", "mu", "v", "a"}, "unused weights go"
+    onnx.checker.check_model(program.to_onnx(), full_check=True)
+    assert off(faithful(program, {"x": X})[0], session(model).run(None, {"x": X})[0]) < 1e-3
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_others_need_stays(name: str) -> None:
+    model = model_of(LEFT[name], output=name == "an output")
+    assert "BatchNormalization" in types(amp.convert(model))
+
+
+@pytest.mark.parametrize("name", ["w", "mu"])
+def test_what_a_caller_may_feed_over_stays(name: str) -> None:
+    """Initializers that a file lists as inputs."""
+    model = model_of(FOLDED["without a bias"])
+    (held,) = (each for each in model.graph.initializer if each.name == name)
+    model.graph.input.append(onnx.helper.make_tensor_value_info(name, held.data_type, held.dims))
+    program = amp.convert(model)
+    assert "BatchNormalization" in types(program) and program.has_var(name)
+
+
+@pytest.mark.parametrize("factor", [1e6, float("nan")])
+def test_numbers_that_float16_does_not_hold_stay_apart(factor: float) -> None:
+    model = model_of(FOLDED["without a bias"])
+    (scale,) = (each for each in model.graph.initializer if each.name == "s")
+    scale.CopyFrom(onnx.numpy_helper.from_array(np.full(4, factor, np.float32), "s"))
+    assert "BatchNormalization" in types(amp.convert(model))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"exclude": ["re:.*n.*"]},
+        {"black_varnames": ["a"]},
+        {"black_varnames": ["n"]},
+        {"black_list": ["BatchNormalization"]},
+        {"black_list": ["Conv"]},
+    ],
+)
+def test_what_the_user_keeps_stays(options: dict[str, object]) -> None:
+    program = amp.convert(model_of(FOLDED["without a bias"]), **options)  # type: ignore[arg-type]
+    assert "BatchNormalization" in types(program)
+
+
+def test_weights_are_rounded_once() -> None:
+    """Of the folded weights each is the nearest float16 of the product, computed in float64."""
+    model = model_of(FOLDED["without a bias"])
+    held = {each.name: onnx.numpy_helper.to_array(each).astype(np.float64) for each in model.graph.initializer}
+    slope = held["s"] / np.sqrt(held["v"] + np.float32(0.1))
+    written = {each.name: onnx.numpy_helper.to_array(each) for each in amp.convert(model).to_onnx().graph.initializer}
+    expected = (held["w"] * slope.reshape(-1, 1, 1, 1)).astype(np.float32).astype(np.float16)
+    np.testing.assert_array_equal(written["w.folded"], expected)
