@@ -14,8 +14,8 @@ from amp_transpiler.conversion.around_faults import AroundFaults
 from amp_transpiler.conversion.auto import ORIGINAL, SEARCHED, Search
 from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions, Options
 from amp_transpiler.conversion.dense_constants import DenseConstants
+from amp_transpiler.conversion.fold_channels import FoldChannels
 from amp_transpiler.conversion.fold_constants import FoldConstants
-from amp_transpiler.conversion.fold_norms import FoldNorms
 from amp_transpiler.conversion.invert_triangles import InvertTriangles
 from amp_transpiler.conversion.io_types import NarrowIo
 from amp_transpiler.conversion.other_type import WidenOther
@@ -154,7 +154,7 @@ def conversion(options: ConversionOptions) -> Pipeline:
                 DenseConstants(),
                 WidenOther(),
                 FoldConstants(),
-                FoldNorms(),
+                FoldChannels(),
                 RaiseOpset(),
                 InvertTriangles(),
                 WriteNorms(),

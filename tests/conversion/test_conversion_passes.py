@@ -14,7 +14,7 @@ from amp_transpiler.passes.pipeline import Context, Pipeline, Property, apply
 from tests.helpers.exported import exported, samples
 
 STEPS = (
-    "freeze-weights,try-inline-functions,dense-constants,widen-other,fold-constants,fold-norms,raise-opset,invert-triangles,write-norms,write-hard-swishes,write-fused,write-lacking,products-first,around-faults,"
+    "freeze-weights,try-inline-functions,dense-constants,widen-other,fold-constants,fold-channels,raise-opset,invert-triangles,write-norms,write-hard-swishes,write-fused,write-lacking,products-first,around-faults,"
     "rescale-factors,constraints,partition,narrow-io"
 )
 ASKED: dict[str, dict[str, Any]] = {
