@@ -26,6 +26,8 @@ _SAMPLE = 1 << 28
 #: What unknown dimensions are tried with beyond 1, from which axis on, those of the batch not before all are: the sides
 #: of an image, a stretch of sound, one beside states whose batch is no first dimension and has no name, any dimension.
 _SIZES = ((64, 1), (1024, 1), (256, -1), (64, 0))
+#: Sides of images that are tried first: 32 and 48 are the heights of lines of text.
+_SIDES = (64, 32, 48)
 #: What names of dimensions compute, and how those look that may.
 _COMPUTES: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -40,7 +42,8 @@ def synthetic_sample(program: Program) -> tuple[dict[str, np.ndarray], list[Any]
 
     Unknown dimensions are 1, what an operator asks of them (heads of a cache), or what their names compute of others
     (``past + 1``), and larger where the program does not run on those (one pixel is no image) or makes nothing but
-    zeros of them (one token may be padding). Raises what running it on the first of the samples raises,
+    zeros of them (one token may be padding); of an image that goes through windows they are larger from the start.
+    Raises what running it on the first of the samples raises,
     and FeedError where that is too large.
     """
     first: AmpError | None = None
@@ -72,22 +75,38 @@ def _tells(output: Any) -> bool:
 
 
 def _shapes(program: Program) -> Iterator[list[list[int]]]:
-    """Shapes of the inputs to try, all with 1 for what is unknown first."""
+    """Shapes of the inputs to try, all with 1 for what is unknown first, but for images: windows make nothing of one
+    pixel, or what is behind its borders."""
     fed = _fed(program)
     batch = frozenset(v.shape[0] for v in fed if v.shape and isinstance(v.shape[0], str))
     asked: dict[str | None, int] = {name: size for op in program.walk() for name, size in asked_sizes(op).items()}
-    yield [[_size(size, lambda name: asked.get(name, 1)) for size in v.shape or ()] for v in fed]
-    if all(isinstance(size, int) for v in fed for size in v.shape or ()):
-        return
-    for open_size, start in _SIZES:
-        known = asked | dict.fromkeys(batch if start else (), 1)
-        yield [
-            [
-                _size(size, partial(_open, open_size, known, axis in range(len(v.shape or ()))[start:]))
-                for axis, size in enumerate(v.shape or ())
-            ]
-            for v in fed
+    ones = [[_size(size, lambda name: asked.get(name, 1)) for size in v.shape or ()] for v in fed]
+    images = any(map(_is_image, fed)) and any("kernel_shape" in op.attrs or op.type == "Conv" for op in program.walk())
+    if images:
+        yield from (_opened(fed, asked, batch, side, 1) for side in _SIDES)
+    yield ones
+    if not all(isinstance(size, int) for v in fed for size in v.shape or ()):
+        yield from (_opened(fed, asked, batch, size, start) for size, start in _SIZES)
+
+
+def _opened(
+    fed: list[Variable], asked: Mapping[str | None, int], batch: frozenset[str], open_size: int, start: int
+) -> list[list[int]]:
+    """Shapes of the inputs with this size for what is unknown from an axis on."""
+    known = dict(asked) | dict.fromkeys(batch if start else (), 1)
+    return [
+        [
+            _size(size, partial(_open, open_size, known, axis in range(len(v.shape or ()))[start:]))
+            for axis, size in enumerate(v.shape or ())
         ]
+        for v in fed
+    ]
+
+
+def _is_image(variable: Variable) -> bool:
+    """Whether it may be a batch of images whose sides are open."""
+    sizes = variable.shape or ()
+    return variable.dtype in FLOATS and len(sizes) == 4 and sum(not isinstance(size, int) for size in sizes[1:]) >= 2
 
 
 def _open(size: int, known: Mapping[str | None, int], free: bool, name: str | None) -> int:

@@ -24,7 +24,8 @@ class Verdict:
     """What was measured of the outputs, and whether that is within the tolerance.
 
     Attributes:
-        errors: relative L2 error of each output; for integers, booleans and strings the share of elements that differ.
+        errors: relative L2 error of each output, of probabilities of their own (a Sigmoid's) of a norm of at least 0.5;
+            for integers, booleans and strings the share of elements that differ.
         sample: what they were measured on.
         tolerance: the largest error that is allowed, None where every one is.
         why: why the tolerance cannot be kept to, or nothing be measured; "" where there is no more to say.

@@ -17,6 +17,21 @@ RUNS = {
         "m (float[N,3,H,W] x) => (float[N,8,A,B] y) <float[8,3,7,7] w> { y = Conv(x, w) }",
         {"x": (1, 3, 64, 64)},
     ),
+    "one pixel runs, and is no image": (
+        "m (float[N,H,W,3] x) => (float[N,8,A,B] y) <float[8,3,3,3] w>"
+        " { t = Transpose<perm = [0, 3, 1, 2]>(x) y = Conv<pads = [1, 1, 1, 1]>(t, w) }",
+        {"x": (1, 64, 64, 3)},
+    ),
+    "a line of text": (
+        "m (float[N,3,H,W] x) => (float[N,W,B] y) <float[4,3,4,4] w, float[4,4,8,1] v, int64[1] two = {2}>"
+        " { c = Conv<strides = [4, 4]>(x, w) h = Conv(c, v) y = Squeeze(h, two) }",
+        {"x": (1, 3, 32, 32)},
+    ),
+    "only one pixel runs": (
+        "m (float[N,3,H,W] x) => (float[1,8] y) <float[8,3,1,1] w, int64[2] s = {1, 8}>"
+        " { c = Conv(x, w) y = Reshape(c, s) }",
+        {"x": (1, 3, 1, 1)},
+    ),
     "a sound, and a state of its batch": (
         "m (float[N,S] x, float[2,N,4] h) => (float[N,1,T] y, float[2,N,4] g) <float[1,1,512] w, int64[1] one = {1}>"
         " { u = Unsqueeze(x, one) y = Conv(u, w) g = Neg(h) }",

@@ -14,13 +14,14 @@ from amp_transpiler.conversion.calibration.statistics import Difference, TensorS
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Variable
-from amp_transpiler.ir.opdef import lowering_rule_of
+from amp_transpiler.ir.opdef import lowering_rule_of, traits_of
 from amp_transpiler.ir.tensors import as_array, byte_size, tensor_type
 from amp_transpiler.ir.types import FLOATS, HALF, numpy_dtype
 from amp_transpiler.passes.lowering.arithmetic import Arithmetic
 from amp_transpiler.passes.lowering.lowered import Lowered, needed
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.passes.lowering.place import CPUPlace
+from amp_transpiler.passes.view.computed_by import computed_by
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.binding import PlainStep, Step, needs_plain
@@ -40,6 +41,10 @@ EMBEDDED = 1 << 28
 #: A constant is bound from this size on; operators want small ones to be known when a session is made.
 _LARGE = 1 << 20
 
+#: The L2 norm that probabilities of their own count as at least: where all of them together are less, a detector has
+#: found nothing, and what is left of a logit of -16 says as little of a conversion as the rounding of the logit.
+_CHANCE = 0.5
+
 _CPU = CPUPlace()
 # above "basic" onnxruntime may rearrange fp32 arithmetic between two roundings
 _SETTINGS = Settings(optimization_level="basic")
@@ -50,7 +55,8 @@ Batch = Mapping[str, np.ndarray]
 @dataclass
 class Measurement:
     """``tensors``: statistics by the tensor's name in the fp32 program, in its order. ``outputs``: of each output its
-    relative L2 error; for integers, booleans and strings the share of elements that differ."""
+    relative L2 error, of probabilities of their own (a Sigmoid's) of a norm of at least 0.5; for integers, booleans and
+    strings the share of elements that differ."""
 
     tensors: dict[str, TensorStats] = field(default_factory=dict)
     outputs: dict[str, float] = field(default_factory=dict)
@@ -115,7 +121,7 @@ def measure(
         raise ArgumentError(f"measure: dtype is one of {', '.join(sorted(HALF))}, got {dtype!r}")
     if outputs is None:
         wanted = outputs_of(reference, batches) if expected is None else expected
-        outputs = _outputs(converted, [v.name for v in reference.outputs], batches, wanted)
+        outputs = _outputs(converted, reference, batches, wanted)
     found = Measurement(outputs=dict(outputs))
     variables = _comparable(reference, converted) if tensors and batches else []
     names = [v.name for v in variables]
@@ -127,16 +133,27 @@ def measure(
     return found
 
 
+def floors(program: Program) -> dict[str, float]:
+    """The least L2 norm that each output of a program counts as."""
+    return {v.name: _CHANCE if _is_chance(v) else 0.0 for v in program.outputs}
+
+
+def _is_chance(output: Variable) -> bool:
+    """Whether each of its numbers is a probability of its own, as a Sigmoid makes them."""
+    kinds = [traits_of(op) for op in computed_by(output) or ()]
+    return bool(kinds) and all(kind.elementwise and kind.bounded == (0.0, 1.0) for kind in kinds)
+
+
 def _outputs(
-    converted: Program, names: list[str], batches: Sequence[Batch], expected: Sequence[Sequence[Any]]
+    converted: Program, reference: Program, batches: Sequence[Batch], expected: Sequence[Sequence[Any]]
 ) -> dict[str, float]:
     """The error of each output."""
-    runner = Runner(converted, names)
-    differences = {name: Difference() for name in names}
+    found = {name: Difference(floor) for name, floor in floors(reference).items()}
+    runner = Runner(converted, list(found))
     for exact, batch in zip(expected, batches, strict=True):
-        for difference, one, other in zip(differences.values(), exact, runner.run(batch), strict=True):
+        for difference, one, other in zip(found.values(), exact, runner.run(batch), strict=True):
             difference.add(one, other)
-    return {name: difference.error for name, difference in differences.items()}
+    return {name: difference.error for name, difference in found.items()}
 
 
 def _compare(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from amp_transpiler.conversion.calibration.measure import Batch, outputs_of
+from amp_transpiler.conversion.calibration.measure import Batch, floors, outputs_of
 from amp_transpiler.conversion.calibration.statistics import Difference
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.types import ONNX_TYPES
@@ -21,7 +21,7 @@ def own_steps(program: Program, batches: Sequence[Batch], dtype: str) -> list[st
     rounding = program.clone()
     if not _round(rounding, dtype):
         return []
-    moved = [Difference() for _ in program.outputs]
+    moved = [Difference(floor) for floor in floors(program).values()]
     for exact, other in zip(outputs_of(program, batches), outputs_of(rounding, batches), strict=True):
         for difference, one, another in zip(moved, exact, other, strict=True):
             difference.add(one, another)

@@ -115,9 +115,13 @@ def _float16() -> np.ndarray:
 
 
 class Difference:
-    """The error of an output, over all batches: numbers by relative L2 error, all else by the share that differs."""
+    """The error of an output, over all batches: numbers by relative L2 error, all else by the share that differs.
 
-    def __init__(self) -> None:
+    ``floor``: the least L2 norm that numbers count as.
+    """
+
+    def __init__(self, floor: float = 0.0) -> None:
+        self._floor = floor**2
         self._square = self._deviation = 0.0
         self._count = self._different = 0
 
@@ -125,7 +129,7 @@ class Difference:
     def error(self) -> float:
         """The larger of both; not a number where only the converted program gives that."""
         share = self._different / self._count if self._count else 0.0
-        error = relative(self._deviation, self._square)
+        error = relative(self._deviation, max(self._square, self._floor))
         return error if math.isnan(error) else max(error, share)
 
     def add(self, wanted: Any, got: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from amp_transpiler.conversion.calibration.measure import Batch, Runner
+from amp_transpiler.conversion.calibration.measure import Batch, Runner, floors
 from amp_transpiler.conversion.calibration.statistics import Difference
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import lookup
@@ -56,7 +56,9 @@ class Trials:
         expected: Sequence[Sequence[Any]],
         names: Sequence[str],
     ) -> None:
-        self.batches, self.expected, self.names = batches, expected, names
+        self.batches, self.expected = batches, expected
+        least = floors(converted)
+        self._floors = {name: least[name] for name in names}
         _tell_apart(converted)
         chosen = set(free)
         movers = {i for i in chosen if _moves(after[i])}
@@ -70,7 +72,7 @@ class Trials:
         """The error of each output with ``kept`` in fp32, and all other units in 16 bit."""
         self.runs += 1
         self._runner.choose(self.closed(kept))
-        found = {name: Difference() for name in self.names}
+        found = {name: Difference(floor) for name, floor in self._floors.items()}
         for exact, batch in zip(self.expected, self.batches, strict=True):
             for difference, one, other in zip(found.values(), exact, self._runner.run(batch), strict=True):
                 difference.add(one, other)

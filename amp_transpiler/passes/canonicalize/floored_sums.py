@@ -11,8 +11,9 @@ import numpy as np
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.opdef import moves, traits_of
+from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.passes.canonicalize.matching import LEAST_HALF, added_number, alone, lower_bound, remove
+from amp_transpiler.passes.view.computed_by import computed_by
 from amp_transpiler.passes.view.of_type import of_type
 
 
@@ -44,13 +45,8 @@ def _floored(op: Operator) -> tuple[Variable | None, float | None]:
 
 def _never_negative(variable: Variable | None) -> bool:
     """Whether it holds elements of what has none below 0, whatever it is made of."""
-    while variable is not None and variable.producer is not None:
-        op = variable.producer
-        bounds = traits_of(op).bounded
-        if bounds is not None or not moves(op, 0):
-            return bounds is not None and bounds[0] >= 0
-        variable = op.input(0)
-    return False
+    bounds = [traits_of(op).bounded for op in computed_by(variable) or ()]
+    return bool(bounds) and all(each is not None and each[0] >= 0 for each in bounds)
 
 
 def _write(floor: Operator, summed: Variable | None) -> None:
