@@ -19,7 +19,7 @@ from tests.helpers.sessions import run
 
 _TEXT = """<ir_version: 8, opset_import: ["" : 17]>
 m (float[2,16,8,8] x) => (float[2,16,8,8] y) <float[16,16,1,1] w, float[16] s, float[16] b, float[16] mean, float[16] var>
-{ c = Conv(x, w) h = Neg(c) y = BatchNormalization<epsilon = %g>(h, s, b, mean, var) }
+{ k = Conv(x, w) h = Neg(k) y = BatchNormalization<epsilon = %g>(h, s, b, mean, var) }
 """
 _X = np.random.default_rng(1).standard_normal((2, 16, 8, 8)).astype(np.float32)
 #: Scale, variance and epsilon, and whether parameters that are only rounded would do.

@@ -12,7 +12,7 @@ from amp_transpiler.passes.canonicalize.floored_sums import write_shares
 from tests.helpers.sessions import run
 
 HEAD = '<ir_version: 8, opset_import: ["" : 18]> net (float[2,5,8] x, int64[2,5,3] at) => (float[2,5,3] y) '
-HEAD += "<int64[1] last = {-1}, float tiny = {1e-20}, float small = {1e-12}, float some = {1e-6}, int64[3] shape = {2, 5, 3}> "
+HEAD += "<int64[1] last = {-1}, int64[1] one = {1}, int64[1] six = {6}, float tiny = {1e-20}, float small = {1e-12}, float some = {1e-6}, int64[3] shape = {2, 5, 3}> "
 SHARES = {
     "as DeepSeek writes them": "p = Sigmoid(x)  w = GatherElements <axis = -1> (p, at)  s = ReduceSum(w, last)  d = Add(s, tiny)",
     "as ERNIE writes them": "p = Softmax(x)  w = GatherElements <axis = -1> (p, at)  s = ReduceSum(w, last)  d = Clip(s, small)",
@@ -23,6 +23,7 @@ SHARES = {
 MAGNITUDES = "w = GatherElements <axis = -1> (x, at)  s = ReduceL1(w, last)  c = Clip(s, small)  d = Expand(c, shape)"
 OTHERS = {
     "of what may be negative": "w = GatherElements <axis = -1> (x, at)  s = ReduceSum(w, last)  d = Add(s, tiny)",
+    "of what may be negative in part": "p = Sigmoid(x)  n = Concat <axis = 1> (p, x)  f = Slice(n, one, six, one)  w = GatherElements <axis = -1> (f, at)  s = ReduceSum(w, last)  d = Add(s, tiny)",
     "of another": "p = Sigmoid(x)  w = GatherElements <axis = -1> (p, at)  q = Neg(w)  s = ReduceSum(q, last)  d = Add(s, tiny)",
     "with a floor that counts": "p = Sigmoid(x)  w = GatherElements <axis = -1> (p, at)  s = ReduceSum(w, last)  d = Add(s, some)",
     "of means": "p = Sigmoid(x)  w = GatherElements <axis = -1> (p, at)  s = ReduceMean(w, last)  d = Add(s, tiny)",
