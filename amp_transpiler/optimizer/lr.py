@@ -75,28 +75,26 @@ class LinearWarmup(LRScheduler):
             self.by_user()
 
 
+class _Decay(LRScheduler):
+    """A rate that decays in every step, as ``gamma`` says."""
+
+    def __init__(self, learning_rate: float, gamma: float) -> None:
+        super().__init__(learning_rate=rate(self, "learning_rate", learning_rate), gamma=positive(self, "gamma", gamma))
+
+
 @paddle_arguments("optimizer.lr")
-class ExponentialDecay(LRScheduler):
+class ExponentialDecay(_Decay):
     """``learning_rate * gamma ** step``."""
 
-    def __init__(self, learning_rate: float, gamma: float) -> None:
-        super().__init__(learning_rate=rate(self, "learning_rate", learning_rate), gamma=positive(self, "gamma", gamma))
-
 
 @paddle_arguments("optimizer.lr")
-class NaturalExpDecay(LRScheduler):
+class NaturalExpDecay(_Decay):
     """``learning_rate * exp(-gamma * step)``."""
 
-    def __init__(self, learning_rate: float, gamma: float) -> None:
-        super().__init__(learning_rate=rate(self, "learning_rate", learning_rate), gamma=positive(self, "gamma", gamma))
-
 
 @paddle_arguments("optimizer.lr")
-class InverseTimeDecay(LRScheduler):
+class InverseTimeDecay(_Decay):
     """``learning_rate / (1 + gamma * step)``."""
-
-    def __init__(self, learning_rate: float, gamma: float) -> None:
-        super().__init__(learning_rate=rate(self, "learning_rate", learning_rate), gamma=positive(self, "gamma", gamma))
 
 
 @paddle_arguments("optimizer.lr")
