@@ -47,6 +47,16 @@ def appending(call: str, prefix: str | None = None) -> Callable[..., Variable]:
     return lambda type_, *inputs, **attrs: append(call, type_, inputs, attrs=attrs, prefix=one)
 
 
+def moved(call: str, x: Variable, source: int, target: int, prefix: str) -> Variable:
+    """``x`` with its dimension ``source``, counted from 0, as dimension ``target``; ``x`` itself where they are one."""
+    if source == target:
+        return x
+    assert x.shape is not None
+    perm = [i for i in range(len(x.shape)) if i != source]
+    perm.insert(target, source)
+    return append(call, "Transpose", [x], attrs={"perm": perm}, prefix=prefix)
+
+
 def append_many(
     call: str,
     type_: str,

@@ -22,6 +22,7 @@ from amp_transpiler.nn.building import (
     fixed,
     flag,
     fresh,
+    moved,
     real,
     variable,
     whole,
@@ -102,11 +103,14 @@ def cross_entropy(
     variable(call, "label", label, dtypes=(str(input.dtype),) if soft else INTEGER, min_rank=1)
     prefix = fresh(call)
     given = label
-    logits, label = (_classes_last(call, v, at, input, prefix) for v in (input, label))
+    rank = len(input.shape or ())
+    logits = moved(call, input, at, rank - 1, prefix)
+    if len(label.shape or ()) == rank:
+        label = moved(call, label, at, rank - 1, prefix)
     softmax = flag(call, "use_softmax", use_softmax)
     if soft:
         loss = _soft_cross_entropy(call, logits, label, smooth, weight, softmax, reduction, prefix)
-        return _back(call, loss, at, input, prefix) if reduction == "none" else loss
+        return moved(call, loss, rank - 1, at, prefix) if reduction == "none" else loss
     target = _labels(call, logits, label, prefix)
     if len(logits.shape or ()) > 2:  # the operator has its classes in dimension 1
         classes = fixed(call, "input", logits, -1)
@@ -192,25 +196,6 @@ def _soft_cross_entropy(
     factor = put("ReduceSum", put("Mul", label, weight), last, keepdims=keep)
     loss = put("Mul", loss, factor)
     return reduced(loss, reduction) if reduction != "mean" else put("Div", mean(loss), mean(factor))
-
-
-def _classes_last(call: str, value: Variable, axis: int, input: Variable, prefix: str) -> Variable:
-    """``value`` with its dimension ``axis`` behind the others, where it has the rank of the input."""
-    rank = len(input.shape or ())
-    if axis == rank - 1 or len(value.shape or ()) != rank:
-        return value
-    perm = [i for i in range(rank) if i != axis] + [axis]
-    return append(call, "Transpose", [value], attrs={"perm": perm}, prefix=prefix)
-
-
-def _back(call: str, value: Variable, axis: int, input: Variable, prefix: str) -> Variable:
-    """What :func:`_classes_last` did, undone."""
-    rank = len(input.shape or ())
-    if axis == rank - 1:
-        return value
-    perm = [i if i < axis else i - 1 for i in range(rank)]
-    perm[axis] = rank - 1
-    return append(call, "Transpose", [value], attrs={"perm": perm}, prefix=prefix)
 
 
 @function("nn.stable")

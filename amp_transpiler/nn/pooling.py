@@ -12,7 +12,7 @@ import numpy as np
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.lists.paddle import paddle_arguments
-from amp_transpiler.nn.building import append, constant, flag, fresh, real
+from amp_transpiler.nn.building import append, constant, flag, fresh, moved, real
 from amp_transpiler.nn.calls import function, member
 from amp_transpiler.nn.windows import Image, Padding, Sizes, check_fit, image, numbers, padding, per_axis
 
@@ -183,13 +183,9 @@ def _means(call: str, x: Variable, axes: Sequence[tuple[int, int]], prefix: str)
 
 def _along(call: str, x: Variable, axis: int, matrix: np.ndarray, prefix: str) -> Variable:
     """The product with a matrix along one axis."""
-    rank = len(x.shape or ())
-    swap = [i for i in range(rank) if i != axis] + [axis]
-    back = [int(i) for i in np.argsort(swap)]
-    if axis != rank - 1:
-        x = append(call, "Transpose", [x], attrs={"perm": swap}, prefix=prefix)
-    y = append(call, "MatMul", [x, constant(x, matrix)], prefix=prefix)
-    return y if axis == rank - 1 else append(call, "Transpose", [y], attrs={"perm": back}, prefix=prefix)
+    last = len(x.shape or ()) - 1
+    y = append(call, "MatMul", [moved(call, x, axis, last, prefix), constant(x, matrix)], prefix=prefix)
+    return moved(call, y, last, axis, prefix)
 
 
 def _maxima(call: str, x: Variable, axes: Sequence[tuple[int, int]], prefix: str) -> Variable:

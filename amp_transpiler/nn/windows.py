@@ -8,7 +8,7 @@ from typing import Any
 
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.nodes import Variable
-from amp_transpiler.nn.building import FLOATING, append, describe, fixed, variable, whole
+from amp_transpiler.nn.building import FLOATING, describe, fixed, moved, variable, whole
 
 #: A size along every axis, or one for each.
 Sizes = int | Sequence[int]
@@ -49,19 +49,11 @@ class Image:
 
     def channels_first(self, prefix: str) -> Variable:
         """The image in ONNX's layout."""
-        rank = len(self.sizes)
-        if not self.channels_last:
-            return self.x
-        return append(
-            self.call, "Transpose", [self.x], attrs={"perm": [0, rank + 1, *range(1, rank + 1)]}, prefix=prefix
-        )
+        return moved(self.call, self.x, len(self.sizes) + 1, 1, prefix) if self.channels_last else self.x
 
     def as_given(self, y: Variable, prefix: str) -> Variable:
         """A result in ONNX's layout brought to that of the image."""
-        if not self.channels_last:
-            return y
-        perm = [0, *range(2, len(self.sizes) + 2), 1]
-        return append(self.call, "Transpose", [y], attrs={"perm": perm}, prefix=prefix)
+        return moved(self.call, y, 1, len(self.sizes) + 1, prefix) if self.channels_last else y
 
 
 def image(call: str, x: Variable, rank: int, data_format: str | None = None) -> Image:
