@@ -20,7 +20,6 @@ from amp_transpiler.nn.building import (
     constant,
     describe,
     fixed,
-    flag,
     fresh,
     moved,
     real,
@@ -30,14 +29,14 @@ from amp_transpiler.nn.building import (
 from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.elementwise_functions import cast
 from amp_transpiler.nn.reduction import mean, sum
+from amp_transpiler.option_checks import choice, switch
 
 _REDUCTIONS = ("mean", "sum", "none")
 
 
 def check_reduction(call: str, reduction: str) -> None:
     """ArgumentError where ``reduction`` is no way to reduce a loss."""
-    if not isinstance(reduction, str) or reduction not in _REDUCTIONS:
-        raise ArgumentError(f"{call}: reduction={reduction!r}; known are {', '.join(_REDUCTIONS)}")
+    choice(f"{call}: reduction", reduction, _REDUCTIONS)
 
 
 def reduced(value: Variable, reduction: str) -> Variable:
@@ -99,7 +98,7 @@ def cross_entropy(
     if weight is not None:
         variable(call, "weight", weight, dtypes=(str(input.dtype),), rank=1)
     at = axis_of(call, axis, input)
-    soft = flag(call, "soft_label", soft_label)
+    soft = switch(f"{call}: soft_label", soft_label)
     variable(call, "label", label, dtypes=(str(input.dtype),) if soft else INTEGER, min_rank=1)
     prefix = fresh(call)
     given = label
@@ -107,7 +106,7 @@ def cross_entropy(
     logits = moved(call, input, at, rank - 1, prefix)
     if len(label.shape or ()) == rank:
         label = moved(call, label, at, rank - 1, prefix)
-    softmax = flag(call, "use_softmax", use_softmax)
+    softmax = switch(f"{call}: use_softmax", use_softmax)
     if soft:
         loss = _soft_cross_entropy(call, logits, label, smooth, weight, softmax, reduction, prefix)
         return moved(call, loss, rank - 1, at, prefix) if reduction == "none" else loss
@@ -219,7 +218,7 @@ def softmax_with_cross_entropy(
     loss = cross_entropy(logits, label, "none", ignore_index, soft_label=soft_label, axis=at)
     if len(loss.shape or ()) < len(logits.shape or ()):
         loss = append(call, "Unsqueeze", [loss, np.array([at], np.int64)])
-    if not flag(call, "return_softmax", return_softmax):
+    if not switch(f"{call}: return_softmax", return_softmax):
         return loss
     return loss, append(call, "Softmax", [logits], attrs={"axis": at})
 

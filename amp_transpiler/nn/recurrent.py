@@ -23,6 +23,7 @@ from amp_transpiler.nn.building import (
 from amp_transpiler.nn.initializer import Uniform
 from amp_transpiler.nn.parameters import Attr, ParamAttr, parameter, required
 from amp_transpiler.ops.rnn.gates import GATES
+from amp_transpiler.option_checks import choice
 
 _DIRECTIONS = ("forward", "reverse", "bidirectional")
 
@@ -122,8 +123,7 @@ def _stack(
     call = type_.lower()
     variable(call, "x", x, dtypes=FLOATING, rank=3)
     hidden, layers = whole(call, "hidden_size", hidden), whole(call, "num_layers", layers)
-    if direction not in _DIRECTIONS:
-        raise ArgumentError(f"{call}: direction={direction!r}; known are {', '.join(_DIRECTIONS)}")
+    choice(f"{call}: direction", direction, _DIRECTIONS)
     required(call, "param_attr", param_attr)
     for argument, attr, count in (("param_attr", param_attr, 2 * layers), ("bias_attr", bias_attr, layers)):
         named = isinstance(attr, (str, Variable)) or (isinstance(attr, ParamAttr) and attr.name is not None)

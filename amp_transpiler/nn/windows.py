@@ -9,6 +9,7 @@ from typing import Any
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.nn.building import FLOATING, describe, fixed, moved, variable, whole
+from amp_transpiler.option_checks import choice
 
 #: A size along every axis, or one for each.
 Sizes = int | Sequence[int]
@@ -64,12 +65,8 @@ def image(call: str, x: Variable, rank: int, data_format: str | None = None) -> 
 
 def channels_last(call: str, data_format: str | None, rank: int, argument: str = "data_format") -> bool:
     """Whether ``data_format`` names the layout with its channels last; None is that with its channels first."""
-    names = LAYOUTS[rank]
-    if data_format is None:
-        return False
-    if data_format not in names:
-        raise ArgumentError(f"{call}: {argument}={data_format!r}; known are {names[0]} and {names[1]}")
-    return data_format == names[1]
+    first, last = LAYOUTS[rank]
+    return data_format is not None and choice(f"{call}: {argument}", data_format, (first, last)) == last
 
 
 def per_axis(value: Any, rank: int) -> list[Any]:

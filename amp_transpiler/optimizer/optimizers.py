@@ -10,10 +10,10 @@ from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.optimizer.base import Optimizer
 from amp_transpiler.optimizer.gradient_clip import GradientClip
-from amp_transpiler.optimizer.groups import checked_patterns, number
+from amp_transpiler.optimizer.groups import number
 from amp_transpiler.optimizer.lr import LRScheduler
 from amp_transpiler.optimizer.update_rule import Parameters
-from amp_transpiler.option_checks import switch
+from amp_transpiler.option_checks import strings, switch
 from amp_transpiler.regularizer import L1Decay, L2Decay
 
 Rate = float | LRScheduler
@@ -113,7 +113,7 @@ class Lars(Optimizer):
             weight_decay_exclude=weight_decay_exclude,
         )
         self.momentum, self.rescale_grad, self.lars_coeff, self.epsilon = momentum, rescale_grad, lars_coeff, epsilon
-        self.exclude_from_weight_decay = checked_patterns("Lars", exclude_from_weight_decay or ())
+        self.exclude_from_weight_decay = strings("Lars: exclude_from_weight_decay", exclude_from_weight_decay or ())
         self._attributes()  # raises for a value out of range
 
     def _attributes(self) -> dict[str, Any]:
