@@ -16,11 +16,10 @@ from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.decompose import Parts, decomposition
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import SlotShapes, flops, traits
+from amp_transpiler.ops.common import Maybe
 
 #: Added to a masked score: exp of it is 0, and fp16 and bf16 hold it beside any score.
 MASKED = -30000.0
-
-Maybe = Variable | None
 
 
 def heads_apart(d: Parts, x: Variable, heads: int) -> Variable:

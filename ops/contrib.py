@@ -18,11 +18,10 @@ from amp_transpiler.ir.reasons import Kind
 from amp_transpiler.ir.types import LIMITS
 from amp_transpiler.lists import keep_fp32
 from amp_transpiler.ops.attention import fixed_size, heads_apart, heads_together, positions_of, scale_of, weigh
-from amp_transpiler.ops.common import given_attributes
+from amp_transpiler.ops.common import Maybe, given_attributes
 from amp_transpiler.ops.unit_norm import rms
 
 _MS = f"{DOMAIN}::"
-Maybe = Variable | None
 
 
 # -- products and convolutions with more in them ---------------------------------------------------------

@@ -21,8 +21,8 @@ from amp_transpiler.ops.attention import (
     scores,
     weigh,
 )
+from amp_transpiler.ops.common import Maybe
 
-Maybe = Variable | None
 _TYPE = f"{DOMAIN}::GroupQueryAttention"
 #: Attributes with another meaning than that of the definition here, and what leaves them without.
 _USUAL = {

@@ -12,9 +12,8 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import gradient, traits
 from amp_transpiler.ops.attention import fixed_size, heads_apart, heads_together, positions_of
-from amp_transpiler.ops.common import Grads, given_attributes, once, size_of
+from amp_transpiler.ops.common import Grads, Maybe, given_attributes, once, size_of
 
-Maybe = Variable | None
 #: The operator as onnxruntime has it at every opset.
 TYPE = f"{DOMAIN}::RotaryEmbedding"
 

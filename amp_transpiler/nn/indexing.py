@@ -170,7 +170,7 @@ def _int64(call: str, index: Variable, prefix: str) -> Variable:
     variable(call, "index", index, dtypes=INTEGER, min_rank=1)
     if index.dtype == "int64":
         return index
-    return append(call, "Cast", [index], attrs={"to": 7}, prefix=prefix)
+    return append(call, "Cast", [index], attrs={"to": ONNX_TYPES["int64"]}, prefix=prefix)
 
 
 @function()

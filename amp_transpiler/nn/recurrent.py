@@ -8,6 +8,7 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.ir.types import ONNX_TYPES
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.nn.building import (
     FLOATING,
@@ -140,7 +141,7 @@ def _stack(
         variable(call, "sequence_length", lengths, dtypes=INTEGER, rank=1)
     name = layer_name(call, name)
     if lengths is not None and lengths.dtype != "int32":
-        lengths = append(call, "Cast", [lengths], attrs={"to": 6}, prefix=name)
+        lengths = append(call, "Cast", [lengths], attrs={"to": ONNX_TYPES["int32"]}, prefix=name)
     y = x if time_major else append(call, "Transpose", [x], attrs={"perm": [1, 0, 2]}, prefix=name)
     parts = [_layers_of(call, state, layers, directions, name) for state in states]
     last = []

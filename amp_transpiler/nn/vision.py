@@ -24,10 +24,8 @@ from amp_transpiler.nn.building import (
 )
 from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.pooling import adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d
-from amp_transpiler.nn.windows import LAYOUTS, image, numbers, per_axis
+from amp_transpiler.nn.windows import LAYOUTS, Sizes, image, numbers, per_axis
 from amp_transpiler.option_checks import choice, switch
-
-Pair = int | Sequence[int]
 
 #: Paddle's names here of the layouts of an image of one axis.
 _LINES = {"NCW": "NCL", "NWC": "NLC"}
@@ -156,10 +154,10 @@ def grid_sample(
 @function()
 def unfold(
     x: Variable,
-    kernel_sizes: Pair,
-    strides: Pair = 1,
-    paddings: Pair = 0,
-    dilations: Pair = 1,
+    kernel_sizes: Sizes,
+    strides: Sizes = 1,
+    paddings: Sizes = 0,
+    dilations: Sizes = 1,
     *,
     name: str | None = None,
 ) -> Variable:
