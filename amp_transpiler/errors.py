@@ -106,9 +106,6 @@ class FeedTypeError(FeedError, TypeError):
 class ScopeError(AmpError, LookupError):
     """A variable that a program needs is not in the scope; usually the startup program never ran."""
 
-    def __str__(self) -> str:
-        return str(self.args[0]) if self.args else ""
-
 
 class PlaceError(AmpError, RuntimeError):
     """The device that was asked for is not there, or cannot run the program.

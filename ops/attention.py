@@ -16,11 +16,10 @@ from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.decompose import Parts, decomposition
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import SlotShapes, flops, traits
+from amp_transpiler.ops.common import Maybe
 
 #: Added to a masked score: exp of it is 0, and fp16 and bf16 hold it beside any score.
 MASKED = -30000.0
-
-Maybe = Variable | None
 
 
 def heads_apart(d: Parts, x: Variable, heads: int) -> Variable:
@@ -35,6 +34,14 @@ def heads_together(d: Parts, x: Variable) -> Variable:
     heads, size = d.size(x, 1), d.size(x, 3)
     width = -1 if heads is None or size is None else heads * size
     return d.Reshape(d.Transpose(x, perm=[0, 2, 1, 3]), [0, 0, width])
+
+
+def fixed_size(d: Parts, x: Variable, axis: int, what: str) -> int:
+    """The size of X along an axis, which is ``what`` of it; an error where it is not known."""
+    size = d.size(x, axis)
+    if size is None:
+        raise d.error(f"the {what} of '{x.name}' is not fixed")
+    return size
 
 
 @decomposition("Attention")
@@ -77,7 +84,8 @@ def attention(
     return [heads_together(d, result) if flat else result, k, v, wanted]
 
 
-def _scale(d: Parts, q: Variable) -> float:
+def scale_of(d: Parts, q: Variable) -> float:
+    """The factor of the scores: as it is given, else 1 / sqrt(head size); an error where that is not known."""
     size = d.size(q, -1)
     if "scale" in d.op.attrs and d.number("scale", 0.0):
         return d.number("scale", 0.0)
@@ -88,7 +96,7 @@ def _scale(d: Parts, q: Variable) -> float:
 
 def scores(d: Parts, q: Variable, k: Variable) -> Variable:
     """scale * Q K'. The factor goes to Q first: the product of large heads would leave fp16."""
-    scale = _scale(d, q)
+    scale = scale_of(d, q)
     q = d.Mul(q, scale) if scale != 1 else q
     return d.MatMul(q, d.Transpose(_grouped(d, q, k), perm=[0, 1, 3, 2]))
 
@@ -107,10 +115,7 @@ def _grouped(d: Parts, q: Variable, k: Variable) -> Variable:
     if not heads or not shared or heads % shared:
         raise d.error(f"{heads} query heads cannot share {shared} key heads")
     wide = d.Expand(d.Unsqueeze(k, [2]), [1, 1, heads // shared, 1, 1])
-    size = d.size(k, 3)
-    if size is None:
-        raise d.error(f"the head size of '{k.name}' is not fixed")
-    return d.Reshape(wide, [0, heads, -1, size])
+    return d.Reshape(wide, [0, heads, -1, fixed_size(d, k, 3, "head size")])
 
 
 def weigh(d: Parts, scores: Variable, v: Variable, allowed: Maybe) -> tuple[Variable, Variable, Maybe]:

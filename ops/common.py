@@ -12,7 +12,7 @@ import onnx
 
 from amp_transpiler.errors import GradientError
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import gradient
 from amp_transpiler.ir.types import HALF
 
@@ -22,6 +22,8 @@ _Item = TypeVar("_Item")
 LONG = 1 << 16
 #: What a gradient rule returns: one value per forward input, None where there is no gradient.
 Grads = Sequence[Value | None]
+#: An input that may be left out of what a decomposition writes.
+Maybe = Variable | None
 
 
 def summed(e: Emitter, value: Value, source: Value, index: int) -> Value:

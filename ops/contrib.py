@@ -17,12 +17,11 @@ from amp_transpiler.ir.opdef import SlotShapes, flops, traits
 from amp_transpiler.ir.reasons import Kind
 from amp_transpiler.ir.types import LIMITS
 from amp_transpiler.lists import keep_fp32
-from amp_transpiler.ops.attention import heads_apart, heads_together, positions_of, weigh
-from amp_transpiler.ops.common import given_attributes
+from amp_transpiler.ops.attention import fixed_size, heads_apart, heads_together, positions_of, scale_of, weigh
+from amp_transpiler.ops.common import Maybe, given_attributes
 from amp_transpiler.ops.unit_norm import rms
 
 _MS = f"{DOMAIN}::"
-Maybe = Variable | None
 
 
 # -- products and convolutions with more in them ---------------------------------------------------------
@@ -168,9 +167,7 @@ def attention(
     heads = d.whole("num_heads", 0)
     packed = d.MatMul(x, weights)
     packed = packed if bias is None else d.Add(packed, bias)
-    width = d.size(weights, 1)
-    if width is None:
-        raise d.error(f"the width of '{weights.name}' is not fixed")
+    width = fixed_size(d, weights, 1, "width")
     sizes = [int(s) for s in op.attrs.get("qkv_hidden_sizes") or [width // 3] * 3]
     q, k, v = (heads_apart(d, part, heads) for part in d.Split(packed, sizes, axis=2, outputs=3))
     masks = [_additive(d, mask, k), _causal(d, q, k), attention_bias]
@@ -225,11 +222,7 @@ def _heads(d: Parts, x: Variable, bias: Maybe, heads: int) -> Variable:
 
 
 def _attend(d: Parts, q: Variable, k: Variable, v: Variable, masks: list[Maybe]) -> Variable:
-    size = d.size(q, -1)
-    if size is None:
-        raise d.error("its head size is not fixed")
-    scale = d.number("scale", 0.0) or 1 / math.sqrt(size)
-    scores = d.MatMul(d.Mul(q, scale), d.Transpose(k, perm=[0, 1, 3, 2]))
+    scores = d.MatMul(d.Mul(q, scale_of(d, q)), d.Transpose(k, perm=[0, 1, 3, 2]))
     if all(mask is None for mask in masks):
         return weigh(d, scores, v, None)[0]
     with d.fp32(Kind.ATTENTION):  # several masks, down to the lowest number of float32, add up

@@ -17,7 +17,7 @@ from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import SlotShapes, channel_rule, flops, gradient, range_rule, traits
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.channel_rows import by_channel, by_image, exchanged, lies_in_rows
-from amp_transpiler.ops.common import size_of
+from amp_transpiler.ops.common import shape_of, size_of
 from amp_transpiler.ops.gpu_kernels import AT_ONCE, product
 from amp_transpiler.ops.kernel_gradient import is_product, rows_read, weight_gradient
 from amp_transpiler.ops.window import Window, window_by, window_of
@@ -32,7 +32,7 @@ _LONGEST_LINE = 256
 def conv(e: Emitter, op: Operator, x: Value, w: Value, dy: Value) -> Sequence[Any]:
     """dX is the transposed convolution of dY, dW the correlation of X with dY, dB the sum of dY."""
     group = int(op.attrs.get("group", 1))
-    window = window_of(op, _spatial(w), _spatial(x), _spatial(dy))
+    window = window_of(op, size_of(w)[2:], size_of(x)[2:], size_of(dy)[2:])
     dx, dw = None, weight_gradient(e, x, dy, window, group) if e.wants(1) else None
     if e.wants(0):
         dx = _by_product(e, x, w, dy, window, group)
@@ -45,9 +45,8 @@ def conv(e: Emitter, op: Operator, x: Value, w: Value, dy: Value) -> Sequence[An
 @channel_rule("Conv")
 def conv_by_channel(e: Emitter, op: Operator, x: Value, w: Value, b: Value | None = None) -> Sequence[Any]:
     """With a kernel of one position: the product of weights and rows."""
-    shape = e.output_shapes[0]
-    assert shape is not None
-    window = window_of(op, _spatial(w), _spatial(x), shape[2:])
+    shape = shape_of(e, 0)
+    window = window_of(op, size_of(w)[2:], size_of(x)[2:], shape[2:])
     if int(op.attrs.get("group", 1)) != 1 or not is_product(window):
         return []
     weights = e.reshape(w, size_of(w)[:2])
@@ -127,7 +126,7 @@ def conv_transpose(e: Emitter, op: Operator, x: Value, w: Value, dy: Value) -> S
 
 def transposed_window(attrs: Mapping[str, Any], x: Value, w: Value, y: Value) -> Window:
     """The window that slides over Y; padding is found from the sizes where the attributes leave it open."""
-    window = window_by(attrs, _spatial(w), _spatial(y), _spatial(x))
+    window = window_by(attrs, size_of(w)[2:], size_of(y)[2:], size_of(x)[2:])
     automatic = attrs.get("auto_pad", "NOTSET") in ("SAME_UPPER", "SAME_LOWER")
     if not automatic and "output_shape" not in attrs:
         return window
@@ -143,10 +142,9 @@ def without_tail(e: Emitter, y: Value, window: Window) -> Value:
     """What the window slides over, without an end of a stride and more that it does not read."""
     if all(t < s for t, s in zip(window.tail, window.strides, strict=True)):
         return y
-    assert y.shape is not None
     ends = [n - t for n, t in zip(window.source, window.tail, strict=True)]
     axes = range(2, 2 + window.rank)
-    return e.op("Slice", y, e.ints(*[0] * window.rank), e.ints(*ends), e.ints(*axes), shape=(*y.shape[:2], *ends))
+    return e.op("Slice", y, e.ints(*[0] * window.rank), e.ints(*ends), e.ints(*axes), shape=(*size_of(y)[:2], *ends))
 
 
 def _bias_gradient(e: Emitter, dy: Value) -> Value | None:
@@ -155,11 +153,6 @@ def _bias_gradient(e: Emitter, dy: Value) -> Value | None:
     if lies_in_rows(e, dy):
         return e.ReduceSum(by_channel(e, dy), e.ints(1), keepdims=0)
     return e.ReduceSum(dy, e.ints(0, *range(2, len(size_of(dy)))), keepdims=0)
-
-
-def _spatial(value: Value) -> tuple[int, ...]:
-    assert value.shape is not None
-    return value.shape[2:]
 
 
 def _axes_but(kept: int, rank: int) -> tuple[int, ...]:

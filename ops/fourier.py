@@ -14,8 +14,8 @@ from amp_transpiler.ir.decompose import Parts, decomposition
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits
 from amp_transpiler.ir.reasons import Kind
+from amp_transpiler.ops.common import Maybe
 
-Maybe = Variable | None
 #: Elements of the largest matrix, 256 MiB in fp32: from 4,096 complex numbers to as many.
 _LARGEST = 1 << 26
 

@@ -13,6 +13,7 @@ from amp_transpiler.ir.opdef import traits
 from amp_transpiler.ops.attention import (
     MASKED,
     capped,
+    fixed_size,
     heads_apart,
     heads_together,
     length,
@@ -20,8 +21,8 @@ from amp_transpiler.ops.attention import (
     scores,
     weigh,
 )
+from amp_transpiler.ops.common import Maybe
 
-Maybe = Variable | None
 _TYPE = f"{DOMAIN}::GroupQueryAttention"
 #: Attributes with another meaning than that of the definition here, and what leaves them without.
 _USUAL = {
@@ -55,10 +56,7 @@ def group_query_attention(
         raise d.error("it has sinks, a smooth softmax, a quantised cache or norms, or gives its scores")
     heads, groups = d.whole("num_heads", 0), d.whole("kv_num_heads", 0)
     if k is None or v is None:
-        width = d.size(q, 2)
-        if width is None:
-            raise d.error(f"the width of '{q.name}' is not fixed")
-        size = width // (heads + 2 * groups)
+        size = fixed_size(d, q, 2, "width") // (heads + 2 * groups)
         q, k, v = d.Split(q, [heads * size, groups * size, groups * size], axis=2, outputs=3)
     q, k, v = heads_apart(d, q, heads), heads_apart(d, k, groups), heads_apart(d, v, groups)
     start = d.const([0]) if past_key is None else length(d, past_key)

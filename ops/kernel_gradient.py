@@ -67,15 +67,14 @@ def weight_gradient(e: Emitter, x: Value, dy: Value, window: Window, group: int)
     per position. Of a kernel of one position the products of images, added up, spare the transposed copies: up to 1.6
     times faster where the images are the larger part.
     """
-    assert x.shape is not None
-    channels = x.shape[1] // group
+    batch, channels = size_of(x)[0], size_of(x)[1] // group
     taps = prod(window.kernel)
-    if x.shape[0] == 0:  # nothing to add up, where onnxruntime's Conv leaves what memory holds
+    if batch == 0:  # nothing to add up, where onnxruntime's Conv leaves what memory holds
         return e.zeros((size_of(dy)[1], channels, *window.kernel), x.dtype)
     if group == taps == 1:
         apart = _turning_outweighs(e, x, dy) if e.at.fused else x.dtype not in HALF and _images_outweigh(x, dy)
         return (by_images if apart else by_one_gemm)(e, x, dy, window)
-    if any(map(e.hangs, (*window.target, *x.shape[:1] * e.at.fused))):  # others list in constants what windows read
+    if any(map(e.hangs, (*window.target, *[batch] * e.at.fused))):  # others list in constants what windows read
         return _of_some(e, x, by_convolution(e, x, dy, window, group))
     if e.at.fused and not (group == 1 and set(window.strides) == {1} and max(window.target) <= _LARGEST_KERNEL):
         by_axes = window.rank > 1 and window.strides[-1] == 1 and _fewer_by_axes(x, dy, window, group)
@@ -87,7 +86,7 @@ def weight_gradient(e: Emitter, x: Value, dy: Value, window: Window, group: int)
         return by_grouped_gemms(e, x, dy, window, group)
     if channels >= _FEW_CHANNELS:
         return by_gemms(e, x, dy, window)
-    if prod((x.shape[0], channels, taps, *window.target)) <= _MOST_UNFOLDED:
+    if prod((batch, channels, taps, *window.target)) <= _MOST_UNFOLDED:
         return by_unfolding(e, x, dy, window)
     return _of_some(e, x, by_convolution(e, x, dy, window, group))
 
@@ -99,8 +98,7 @@ def _of_some(e: Emitter, x: Value, dw: Value) -> Value:
 
 def by_convolution(e: Emitter, x: Value, dy: Value, window: Window, group: int) -> Value:
     """One Conv of X with dY as its kernel, batch and channels exchanged; strides and dilations change roles."""
-    assert x.shape is not None and dy.shape is not None
-    batch, channels = x.shape[0], x.shape[1] // group
+    batch, channels, outputs = size_of(x)[0], size_of(x)[1] // group, size_of(dy)[1]
     if 1 in (group, channels):
         x = by_channel(e, x)
     else:
@@ -116,23 +114,16 @@ def by_convolution(e: Emitter, x: Value, dy: Value, window: Window, group: int) 
     dw = e.op(
         "Conv",
         x,
-        e.reshape(by_channel(e, dy), (dy.shape[1], batch, *window.target)),
+        e.reshape(by_channel(e, dy), (outputs, batch, *window.target)),
         group=group,
         strides=list(window.dilations),
         dilations=list(window.strides),
         pads=window.pads,
-        shape=(channels, dy.shape[1], *sizes),
+        shape=(channels, outputs, *sizes),
     )
     if tuple(sizes) != window.kernel:  # an unread tail of X looks like further kernel positions
-        axes = e.ints(*range(2, 2 + window.rank))
-        dw = e.op(
-            "Slice",
-            dw,
-            e.ints(*[0] * window.rank),
-            e.ints(*window.kernel),
-            axes,
-            shape=(channels, dy.shape[1], *window.kernel),
-        )
+        axes, first = e.ints(*range(2, 2 + window.rank)), e.ints(*[0] * window.rank)
+        dw = e.op("Slice", dw, first, e.ints(*window.kernel), axes, shape=(channels, outputs, *window.kernel))
     return e.transpose(dw, swapped)
 
 
@@ -263,9 +254,8 @@ def _outer_sum(e: Emitter, first: _Ints, *others: _Ints) -> Value:
 
 def by_one_gemm(e: Emitter, x: Value, dy: Value, window: Window) -> Value:
     """For kernels of one position: a GEMM [O, N * P] x [N * P, I]."""
-    assert x.shape is not None and dy.shape is not None
     dw = product_of_rows(e, by_channel(e, dy), rows_read(e, x, window))
-    return e.reshape(dw, (dy.shape[1], x.shape[1], *window.kernel))
+    return e.reshape(dw, (size_of(dy)[1], size_of(x)[1], *window.kernel))
 
 
 def _images_outweigh(x: Value, dy: Value) -> bool:
@@ -292,9 +282,8 @@ def by_images(e: Emitter, x: Value, dy: Value, window: Window) -> Value:
 
 def by_gemms(e: Emitter, x: Value, dy: Value, window: Window) -> Value:
     """One GEMM [O, N * P] x [N * P, I] per kernel position. Channels last: each slice then copies whole rows."""
-    assert x.shape is not None and dy.shape is not None
-    channels, outputs, rank = x.shape[1], dy.shape[1], window.rank
-    positions = dy.shape[0] * prod(window.target)
+    channels, outputs, rank = size_of(x)[1], size_of(dy)[1], window.rank
+    positions = size_of(dy)[0] * prod(window.target)
     last = window.pad(e, e.transpose(x, [0, *range(2, 2 + rank), 1]), 1)
     left = e.reshape(e.transpose(dy, [1, 0, *range(2, 2 + rank)]), (outputs, positions))
     parts = [e.MatMul(left, e.reshape(window.read(e, last, tap, 1), (positions, channels))) for tap in window.taps]
@@ -303,9 +292,8 @@ def by_gemms(e: Emitter, x: Value, dy: Value, window: Window) -> Value:
 
 def by_grouped_gemms(e: Emitter, x: Value, dy: Value, window: Window, group: int) -> Value:
     """One GEMM per kernel position, batched over the groups."""
-    assert x.shape is not None and dy.shape is not None
-    channels, outputs = x.shape[1] // group, dy.shape[1] // group
-    positions = dy.shape[0] * prod(window.target)
+    channels, outputs = size_of(x)[1] // group, size_of(dy)[1] // group
+    positions = size_of(dy)[0] * prod(window.target)
     swapped = [1, 0, *range(2, 2 + window.rank)]
     first = e.transpose(window.pad(e, x, 2), swapped)
     left = e.reshape(e.transpose(dy, swapped), (group, outputs, positions))
@@ -313,7 +301,7 @@ def by_grouped_gemms(e: Emitter, x: Value, dy: Value, window: Window, group: int
     for tap in window.taps:
         rows = e.reshape(window.read(e, first, tap, 2), (group, channels, positions))
         parts.append(product(e, left, rows, trans_b=True))
-    return _stacked(e, parts, (dy.shape[1], channels), window)
+    return _stacked(e, parts, (group * outputs, channels), window)
 
 
 def by_unfolding(e: Emitter, x: Value, dy: Value, window: Window) -> Value:
@@ -322,8 +310,7 @@ def by_unfolding(e: Emitter, x: Value, dy: Value, window: Window) -> Value:
     Where values are 16 bit it contracts batch and positions at once; otherwise there is a product per image
     (which needs no transposed copies) and their sum.
     """
-    assert x.shape is not None and dy.shape is not None
-    batch, channels, outputs, rank = x.shape[0], x.shape[1], dy.shape[1], window.rank
+    (batch, channels), outputs, rank = size_of(x)[:2], size_of(dy)[1], window.rank
     positions, taps = prod(window.target), len(window.taps)
     whole = x.dtype in HALF
     if whole:

@@ -20,17 +20,12 @@ from amp_transpiler.lists import keep_fp32
 from amp_transpiler.ops.common import LONG, shape_of, size_of, summed_to
 from amp_transpiler.ops.gpu_kernels import along_even_rows, along_rows, column_product, product
 from amp_transpiler.ops.norm import normalised_range
-from amp_transpiler.ops.norm_parts import correlation, made_ones
+from amp_transpiler.ops.norm_parts import correlation, epsilon_of, made_ones, mixes_types
 
-_EPSILON = 1e-5
 #: Beside the variance of a gradient, of which nothing is known: small enough for the smallest numbers of fp16.
 _LEAST = 1e-20
 #: So many products at once: a grid of CUDA has no more blocks along its third axis.
 _MOST_PRODUCTS = 2**16 - 1
-
-
-def _mixes_types(op: Operator) -> bool:
-    return len({v.dtype for v in op.inputs if v is not None}) > 1
 
 
 def _normalised(e: Emitter, rows: Value, epsilon: float) -> tuple[Value, Value, Value]:
@@ -81,7 +76,7 @@ def _layer_types(op: Operator) -> Types:
     return [(data.dtype, data.shape), ("float32", shape), ("float32", shape)]
 
 
-@lowering_rule("LayerNormalization", native=True, when=_mixes_types, infer=_layer_types)
+@lowering_rule("LayerNormalization", native=True, when=mixes_types, infer=_layer_types)
 def layer_normalization(e: Emitter, op: Operator, x: Value, scale: Value, bias: Value | None = None) -> Sequence[Any]:
     """The operator itself; scale and bias kept in fp32 are rounded to the type of X, as its schema demands one type."""
     outputs = max(i + 1 for i, v in enumerate(op.outputs) if v is not None)
@@ -92,7 +87,7 @@ def layer_normalization(e: Emitter, op: Operator, x: Value, scale: Value, bias: 
         outputs=outputs,
         dtype=(x.dtype, "float32", "float32")[:outputs],
         axis=op.attrs.get("axis", -1),
-        epsilon=float(op.attrs.get("epsilon", _EPSILON)),
+        epsilon=epsilon_of(op),
         stash_type=op.attrs.get("stash_type", 1),
     )
 
@@ -116,7 +111,7 @@ def layer_normalization_gradient(e: Emitter, op: Operator, x: Value, scale: Valu
         scale = e.Expand(scale, e.ints(*inner), shape=inner)
     dx = d_scale = None
     if e.wants(0) or e.wants(1):
-        normal, _, r = _normalised(e, e.reshape(x, matrix), float(op.attrs.get("epsilon", _EPSILON)))
+        normal, _, r = _normalised(e, e.reshape(x, matrix), epsilon_of(op))
         rows = e.reshape(dy, matrix)
         weighed = e.Mul(rows, normal)
     if e.wants(0):
@@ -128,10 +123,10 @@ def layer_normalization_gradient(e: Emitter, op: Operator, x: Value, scale: Valu
 
 
 # -- InstanceNormalization and GroupNormalization ------------------------------------------------------
-@lowering_rule("InstanceNormalization", native=True, when=_mixes_types, infer=_like_data)
+@lowering_rule("InstanceNormalization", native=True, when=mixes_types, infer=_like_data)
 def instance_normalization(e: Emitter, op: Operator, x: Value, scale: Value, bias: Value) -> Sequence[Any]:
     """The operator itself; scale and bias kept in fp32 are rounded to the type of X, as its schema demands one type."""
-    epsilon = float(op.attrs.get("epsilon", _EPSILON))
+    epsilon = epsilon_of(op)
     return [e.InstanceNormalization(x, *_as_stored(e, op, scale, bias), epsilon=epsilon)]
 
 
@@ -139,7 +134,7 @@ def instance_normalization(e: Emitter, op: Operator, x: Value, scale: Value, bia
 def group_normalization(e: Emitter, op: Operator, x: Value, scale: Value, bias: Value) -> Sequence[Any]:
     """Composed: no place has a kernel."""
     groups = _groups(op, x)
-    normal, *_ = _normalised(e, _as_rows(e, x, groups), float(op.attrs.get("epsilon", _EPSILON)))
+    normal, *_ = _normalised(e, _as_rows(e, x, groups), epsilon_of(op))
     normal = e.reshape(normal, groups)
     factor, shift = (_channels_of_groups(e, e.cast(v, x.dtype), groups) for v in (scale, bias))
     return [e.reshape(e.Add(e.Mul(normal, factor), shift), size_of(x))]
@@ -154,7 +149,7 @@ def instance_normalization_gradient(e: Emitter, op: Operator, x: Value, scale: V
     matrix, each, dx, d_scale = (images * channels, count), (images, channels, 1), None, None
     w, d_mean, t = _normalised(e, e.reshape(dy, matrix), _LEAST)
     if e.wants(0) or e.wants(1):
-        normal, _, r = _normalised(e, e.reshape(x, matrix), float(op.attrs.get("epsilon", _EPSILON)))
+        normal, _, r = _normalised(e, e.reshape(x, matrix), epsilon_of(op))
         minus_k = e.reshape(_minus_correlation(e, w, normal), (matrix[0], 1))
     if e.wants(0):
         known, slope = e.known(op.inputs[1]), e.Div(r, t)
@@ -189,7 +184,7 @@ def group_normalization_gradient(e: Emitter, op: Operator, x: Value, scale: Valu
     split = e.reshape(dy, groups)
     dx = d_scale = d_bias = None
     if e.wants(0) or e.wants(1):
-        rows, _, r = _normalised(e, _as_rows(e, x, groups), float(op.attrs.get("epsilon", _EPSILON)))
+        rows, _, r = _normalised(e, _as_rows(e, x, groups), epsilon_of(op))
         weighed = e.Mul(split, e.reshape(rows, groups))
     if e.wants(0):
         factor = _channels_of_groups(e, scale, groups)

@@ -287,7 +287,6 @@ def space_to_depth_by_mode(d: Parts, op: Operator, x: Variable) -> list[Variable
     return [d.Gather(blocks, d.const(np.arange(block**2 * depth).reshape(-1, depth).T.ravel()), axis=1)]
 
 
-_VIEWS = ("Reshape", "Flatten", "Squeeze", "Unsqueeze")
 _MOVES = ("Transpose", "Split", "Slice", "DepthToSpace", "SpaceToDepth")
 _REPEATS = ("Expand", "Tile", "ReverseSequence")
 traits(*_VIEWS, *_MOVES, *_REPEATS, "Trilu", moves=(0,), exact=True)

@@ -30,6 +30,7 @@ from amp_transpiler.ops.norm_parts import (
     correlation,
     epsilon_of,
     inverse_root,
+    mixes_types,
     moments_of_parts,
     over_rows,
     parts_of_rows,
@@ -54,11 +55,7 @@ def _trains(op: Operator) -> bool:
     return bool(op.attrs.get("training_mode", 0))
 
 
-def _mixes_types(op: Operator) -> bool:
-    return len({v.dtype for v in op.inputs if v is not None}) > 1
-
-
-@lowering_rule("BatchNormalization", native=True, when=lambda op: _trains(op) or _mixes_types(op))
+@lowering_rule("BatchNormalization", native=True, when=lambda op: _trains(op) or mixes_types(op))
 def batch_normalization(
     e: Emitter, op: Operator, x: Value, scale: Value, bias: Value, mean: Value, var: Value
 ) -> Sequence[Any]:
@@ -166,7 +163,6 @@ def batch_normalization_gradient(
         return _frozen_gradient(e, op, x, scale, mean, var, dy)
     x, dy = e.f32(x), e.f32(dy)
     rank = rank_of(x)
-    assert x.shape is not None
     axes = [0, *range(2, rank)]
     scaled, shifts = _wanted_sums(e, op)
     if _trains(op):
@@ -182,7 +178,7 @@ def batch_normalization_gradient(
         d_scale = e.Mul(e.reduce_sum(e.Mul(dy, deviation), axes, keepdims=True), r)
     dx = None
     if through:
-        count = e.like(prod(x.shape) // x.shape[1], x)
+        count = e.like(prod(size_of(x)) // size_of(x)[1], x)
         along = e.Mul(deviation, e.Div(e.Mul(d_scale, e.Mul(factor, r)), count))
         dx = e.Sub(e.Sub(e.Mul(dy, factor), along), e.Div(e.Mul(factor, d_bias), count))
     elif e.wants(0):

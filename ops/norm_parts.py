@@ -11,7 +11,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.channel_rows import by_channel
-from amp_transpiler.ops.common import size_of
+from amp_transpiler.ops.common import once, size_of
 from amp_transpiler.ops.gpu_kernels import product as matrix_product
 from amp_transpiler.ops.training.rows import products, state_as
 
@@ -21,6 +21,11 @@ EPSILON = 1e-5
 def epsilon_of(op: Operator) -> float:
     """What is added to a variance."""
     return float(op.attrs.get("epsilon", EPSILON))
+
+
+def mixes_types(op: Operator) -> bool:
+    """Whether inputs of an operator have several element types, which a kernel may not take."""
+    return len({v.dtype for v in op.inputs if v is not None}) > 1
 
 
 def _mean(e: Emitter, value: Value, axes: Sequence[int]) -> Value:
@@ -41,14 +46,12 @@ def inverse_root(e: Emitter, op: Operator, variance: Value) -> Value:
 
 def rank_of(value: Value) -> int:
     """The number of dimensions."""
-    assert value.shape is not None
-    return len(value.shape)
+    return len(size_of(value))
 
 
 def per_channel(e: Emitter, value: Value, rank: int) -> Value:
     """A vector over channels, broadcastable to [N, C, ...]."""
-    assert value.shape is not None
-    return e.reshape(value, (1, value.shape[0], *[1] * (rank - 2)))
+    return e.reshape(value, (1, size_of(value)[0], *[1] * (rank - 2)))
 
 
 #: Where scales and inverse deviations lie of which nobody has asked for the product yet, in turn.
@@ -57,13 +60,8 @@ LAYERS = "scale and inverse deviation of layers"
 
 def made_ones(e: Emitter, count: int, dtype: str) -> Value:
     """A vector of ones that is made in the run, once: a constant of its size would lie in the session."""
-    key = f"{count} ones, {dtype}"
-    if key not in e.shared:
-        number = f"one, {dtype}"
-        if number not in e.shared:
-            e.shared[number] = (e.cast(e.Add(e.scalar("zero"), e.const(1.0, "float32")), dtype),)
-        e.shared[key] = (e.Expand(e.shared[number][0], e.ints(count), shape=(count,)),)
-    return e.shared[key][0]
+    one = once(e, f"one, {dtype}", lambda: e.cast(e.Add(e.scalar("zero"), e.const(1.0, "float32")), dtype))
+    return once(e, f"{count} ones, {dtype}", lambda: e.Expand(one, e.ints(count), shape=(count,)))
 
 
 def standardised(e: Emitter, x: Value, epsilon: float) -> tuple[Value, Value, Value]:

@@ -16,11 +16,10 @@ from amp_transpiler.ir.constant_data import constant_array
 from amp_transpiler.ir.decompose import Entry, Parts
 from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator, Variable, origin
+from amp_transpiler.ops.common import Maybe
 from amp_transpiler.ops.elementwise import limited
 from amp_transpiler.ops.norm_parts import epsilon_of
 from amp_transpiler.ops.pool import window_by_runtime
-
-Maybe = Variable | None
 
 #: Behind every end, as Slice takes it.
 _END = 2**63 - 1

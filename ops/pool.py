@@ -15,7 +15,7 @@ from amp_transpiler.ir.intervals import INF, Interval, Ranges, magnitude, same, 
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, lowering_rule, own, range_rule, traits
 from amp_transpiler.ir.reasons import Kind
-from amp_transpiler.ops.common import comparable, given_attributes, size_of
+from amp_transpiler.ops.common import comparable, given_attributes, shape_of, size_of
 from amp_transpiler.ops.window import Window, window_by, window_of
 
 traits("MaxPool", "GlobalMaxPool", over="spatial", reduces="max", ignores="low", carries_large=True)
@@ -36,15 +36,14 @@ _MOST_POSITIONS = 2**24
 @gradient("MaxPool", "x0 y0 dy0", native=True)
 def max_pool(e: Emitter, op: Operator, x: Value, y: Value, dy: Value) -> Sequence[Any]:
     """Each dy goes to the first maximum of its window, in row-major order, as MaxPool's indices have it."""
-    assert x.shape is not None and dy.shape is not None
-    window = window_of(op, op.attrs["kernel_shape"], x.shape[2:], dy.shape[2:])
+    window = window_of(op, op.attrs["kernel_shape"], size_of(x)[2:], size_of(dy)[2:])
     if e.at.host:
         return [_max_pool_on_cpu(e, op, window, x, y, dy)]
     if window.is_tiling and prod(window.kernel) <= _LARGEST_TILE:
         maxima = _firsts_of_tiles(e, window, x, y)
     else:
         maxima = _max_pool_indices(e, op, x)
-    dx = _at_maxima(e, dy, maxima, x.shape, window.overlaps)
+    dx = _at_maxima(e, dy, maxima, size_of(x), window.overlaps)
     e.shared[_shared(dx)] = (x, y, dy, maxima, *[dx] * window.overlaps)
     return [dx]
 
@@ -105,17 +104,16 @@ def _shared(dx: Value) -> str:
 def _max_pool_on_cpu(e: Emitter, op: Operator, window: Window, x: Value, y: Value, dy: Value) -> Value:
     """MaxPool's second output makes it 20 times slower on CPU; so where windows are tiles, comparisons find the
     maxima instead (3 times faster in all), and where they do not overlap, MaxUnpool scatters (10 times faster)."""
-    assert x.shape is not None
     small = prod(window.kernel) <= _LARGEST_TILE and prod(window.source) < _MOST_POSITIONS
     if window.is_tiling and small:
         indices = _tile_indices(e, window, x, y)
     else:
         indices = _max_pool_indices(e, op, x)
     if window.overlaps:
-        return _scatter(e, dy, indices, x.shape, True)
+        return _scatter(e, dy, indices, size_of(x), True)
     # With a window of one element MaxUnpool does nothing but scatter.
     ones = [1] * window.rank
-    return e.op("MaxUnpool", dy, indices, e.ints(*x.shape), kernel_shape=ones, strides=ones, shape=x.shape)
+    return e.op("MaxUnpool", dy, indices, e.ints(*size_of(x)), kernel_shape=ones, strides=ones, shape=x.shape)
 
 
 def _max_pool_indices(e: Emitter, op: Operator, x: Value) -> Value:
@@ -131,7 +129,6 @@ def _tile_indices(e: Emitter, window: Window, x: Value, y: Value) -> Value:
     The maximum over the box from the tile's corner to a tap equals y exactly where the box holds the maximum;
     and if no earlier tap holds it, the tap itself does. These pools are fast, strided slices are not.
     """
-    assert x.shape is not None
     steps = [prod(window.source[axis + 1 :]) for axis in range(window.rank)]
     offsets = [float(sum(t * s for t, s in zip(tap, steps, strict=True))) for tap in window.taps]
     offset = e.const(offsets[-1], "float32")
@@ -140,7 +137,8 @@ def _tile_indices(e: Emitter, window: Window, x: Value, y: Value) -> Value:
         offset = e.Where(e.Equal(box, y), e.const(number, "float32"), offset)
     every = np.arange(prod(window.source)).reshape(window.source)
     corners = every[tuple(slice(None, None, s) for s in window.strides)][None, None]
-    first = np.arange(prod(x.shape[:2])).reshape(*x.shape[:2], *[1] * window.rank) * every.size
+    images = size_of(x)[:2]
+    first = np.arange(prod(images)).reshape(*images, *[1] * window.rank) * every.size
     within = e.cast(e.Add(offset, e.const(corners, "float32")), "int64")
     return e.Add(within, e.const(first, "int64"))
 
@@ -163,9 +161,8 @@ def _scatter(e: Emitter, values: Value, indices: Value, shape: Sequence[int], ad
 @gradient("AveragePool", "dy0", native=True)
 def average_pool(e: Emitter, op: Operator, dy: Value) -> Sequence[Any]:
     """Each dy, divided by the number of elements that its window averages, spread over the window."""
-    shape = e.output_shapes[0]
-    assert shape is not None and dy.shape is not None
-    window = window_of(op, op.attrs["kernel_shape"], shape[2:], dy.shape[2:])
+    shape = shape_of(e, 0)
+    window = window_of(op, op.attrs["kernel_shape"], shape[2:], size_of(dy)[2:])
     _check_automatic_padding(op, window)
     share = e.op("Div", dy, e.const(window_counts(op.attrs, window), dy.dtype), shape=dy.shape)
     images = e.reshape(share, (shape[0] * shape[1], 1, *window.target))
@@ -218,19 +215,17 @@ def window_counts(attrs: Mapping[str, Any], window: Window) -> np.ndarray:
 @gradient("GlobalAveragePool", "dy0", native=True)
 def global_average_pool(e: Emitter, op: Operator, dy: Value) -> Sequence[Any]:
     """dy over the number of positions, at every position."""
-    shape = e.output_shapes[0]
-    assert shape is not None
+    shape = shape_of(e, 0)
     return [e.op("Expand", e.Div(dy, e.like(prod(shape[2:]), dy)), e.ints(*shape), shape=shape)]
 
 
 @gradient("GlobalMaxPool", "x0 dy0", native=True)
 def global_max_pool(e: Emitter, op: Operator, x: Value, dy: Value) -> Sequence[Any]:
     """dy at the first maximum of each channel."""
-    assert x.shape is not None
-    flat = (*x.shape[:2], prod(x.shape[2:]))
+    flat = (*size_of(x)[:2], prod(size_of(x)[2:]))
     place = e.ArgMax(comparable(e, e.reshape(x, flat)), axis=2, keepdims=1)
     zeros = e.zeros(flat, dy.dtype)
-    return [e.reshape(e.ScatterElements(zeros, place, e.reshape(dy, (*flat[:2], 1)), axis=2), x.shape)]
+    return [e.reshape(e.ScatterElements(zeros, place, e.reshape(dy, (*flat[:2], 1)), axis=2), size_of(x))]
 
 
 # -- MaxUnpool -------------------------------------------------------------------------------------------
@@ -251,9 +246,8 @@ def _given_shape(op: Operator) -> str:
 @lowering_rule("MaxUnpool", native=True, when=lambda op: op.input(2) is None)
 def max_unpool(e: Emitter, op: Operator, x: Value, indices: Value) -> Sequence[Any]:
     """Zeros with X scattered to its indices in the flattened Y: CUDA has no kernel."""
-    assert x.shape is not None
-    shape = _unpooled(op, x.shape)
-    count = [prod(x.shape)]
+    shape = _unpooled(op, size_of(x))
+    count = [prod(size_of(x))]
     zeros = e.zeros([prod(shape)], x.dtype)
     flat = e.ScatterElements(zeros, e.reshape(indices, count), e.reshape(x, count), shape=[prod(shape)])
     return [e.reshape(flat, shape)]
@@ -262,10 +256,9 @@ def max_unpool(e: Emitter, op: Operator, x: Value, indices: Value) -> Sequence[A
 @gradient("MaxUnpool", "x1 dy0", inputs=(0,), native=True, refuse=_given_shape)
 def max_unpool_gradient(e: Emitter, op: Operator, indices: Value, dy: Value) -> Sequence[Any]:
     """dy at the indices."""
-    shape = e.output_shapes[0]
-    assert shape is not None and dy.shape is not None
+    shape = shape_of(e, 0)
     count = [prod(shape)]
-    taken = e.GatherElements(e.reshape(dy, [prod(dy.shape)]), e.reshape(indices, count), shape=count)
+    taken = e.GatherElements(e.reshape(dy, [prod(size_of(dy))]), e.reshape(indices, count), shape=count)
     return [e.reshape(taken, shape)]
 
 
@@ -275,8 +268,7 @@ def global_lp_pool(e: Emitter, op: Operator, x: Value) -> Sequence[Any]:
     power = float(op.attrs.get("p", 2))
     if e.at.host:
         return [e.GlobalLpPool(x, p=int(power))]
-    assert x.shape is not None
-    axes, dtype = range(2, len(x.shape)), x.dtype
+    axes, dtype = range(2, len(size_of(x))), x.dtype
     if power in (1, 2) and dtype != "bfloat16":
         return [e.op(f"ReduceL{int(power)}", x, e.ints(*axes), keepdims=1)]
     x = e.f32(x)

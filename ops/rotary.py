@@ -11,10 +11,9 @@ from amp_transpiler.ir.decompose import Parts, decomposition
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import gradient, traits
-from amp_transpiler.ops.attention import heads_apart, heads_together, positions_of
-from amp_transpiler.ops.common import Grads, given_attributes, once, size_of
+from amp_transpiler.ops.attention import fixed_size, heads_apart, heads_together, positions_of
+from amp_transpiler.ops.common import Grads, Maybe, given_attributes, once, size_of
 
-Maybe = Variable | None
 #: The operator as onnxruntime has it at every opset.
 TYPE = f"{DOMAIN}::RotaryEmbedding"
 
@@ -55,9 +54,7 @@ def rotary_embedding_of_onnxruntime(
 
 def _rotate(d: Parts, x: Variable, cos: Variable, sin: Variable) -> Variable:
     """Pairs of the first elements of the last axis of X [B, heads, S, D], turned by angles that broadcast."""
-    size = d.size(x, -1)
-    if size is None:
-        raise d.error(f"the head size of '{x.name}' is not fixed")
+    size = fixed_size(d, x, -1, "head size")
     turning = d.whole("rotary_embedding_dim", 0) or size
     rest = None
     if turning != size:

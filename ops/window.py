@@ -9,6 +9,7 @@ from typing import Any
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ops.common import size_of
 
 
 @dataclass(frozen=True)
@@ -84,47 +85,35 @@ class Window:
         """``value`` with zeros around the spatial axes, which start at ``first_axis``, as far as windows read them."""
         if not any(self.pads):
             return value
-        assert value.shape is not None
-        before, after = [0] * len(value.shape), [0] * len(value.shape)
+        sizes = size_of(value)
+        before, after = [0] * len(sizes), [0] * len(sizes)
         before[first_axis : first_axis + self.rank] = self.begin
         after[first_axis : first_axis + self.rank] = self.end
-        shape = [n + b + a for n, b, a in zip(value.shape, before, after, strict=True)]
+        shape = [n + b + a for n, b, a in zip(sizes, before, after, strict=True)]
         return e.op("Pad", value, e.ints(*before, *after), shape=shape)
 
     def read(self, e: Emitter, padded: Value, tap: Sequence[int], first_axis: int) -> Value:
         """What every window reads at one position of the kernel: ``padded`` sliced to the ``target`` sizes."""
-        assert padded.shape is not None
+        shape = list(size_of(padded))
         starts = [t * d for t, d in zip(tap, self.dilations, strict=True)]
         ends = [b + (n - 1) * s + 1 for b, n, s in zip(starts, self.target, self.strides, strict=True)]
         axes = slice(first_axis, first_axis + self.rank)
         steps = [] if set(self.strides) == {1} else [e.ints(*self.strides)]
-        if not any(starts) and not steps and list(padded.shape[axes]) == ends:
+        if not any(starts) and not steps and shape[axes] == ends:
             return padded
-        shape = list(padded.shape)
         shape[axes] = self.target
         where = e.ints(*range(len(shape))[axes])
         return e.op("Slice", padded, e.ints(*starts), e.ints(*ends), where, *steps, shape=shape)
 
     def scatter(self, e: Emitter, values: Value, weights: Value, group: int) -> Value:
         """Each window's value times the kernel, added up where the windows lie: ``[N, C, *source]``."""
-        assert values.shape is not None and weights.shape is not None
-        lead = (values.shape[0], weights.shape[1] * group)
+        lead = (size_of(values)[0], size_of(weights)[1] * group)
+        # CUDA has no ConvTranspose with asymmetric pads: it takes what both sides share, the rest is cut off.
         common = [min(b, a) for b, a in zip(self.begin, self.end, strict=True)]
-        if e.at.host or (list(self.begin) == common and list(self.end) == common):
-            whole: Value = e.op(
-                "ConvTranspose",
-                values,
-                weights,
-                group=group,
-                output_padding=list(self.tail),
-                shape=(*lead, *self.source),
-                **self.attributes(),
-            )
-            return whole
-        # CUDA has no ConvTranspose with asymmetric pads: take the padding that both sides share, cut the rest off.
-        cuts = [b - m for b, m in zip(self.begin, common, strict=True)]
-        sizes = [c + n + a - m for c, n, a, m in zip(cuts, self.source, self.end, common, strict=True)]
-        wide = e.op(
+        begin, end = (self.begin, self.end) if e.at.host else (common, common)
+        cuts = [b - m for b, m in zip(self.begin, begin, strict=True)]
+        sizes = [c + n + a - m for c, n, a, m in zip(cuts, self.source, self.end, end, strict=True)]
+        made = e.op(
             "ConvTranspose",
             values,
             weights,
@@ -133,11 +122,13 @@ class Window:
             shape=(*lead, *sizes),
             strides=list(self.strides),
             dilations=list(self.dilations),
-            pads=[*common, *common],
+            pads=[*begin, *end],
         )
+        if tuple(sizes) == self.source:
+            return made
         ends = [c + n for c, n in zip(cuts, self.source, strict=True)]
         axes = range(2, 2 + self.rank)
-        return e.op("Slice", wide, e.ints(*cuts), e.ints(*ends), e.ints(*axes), shape=(*lead, *self.source))
+        return e.op("Slice", made, e.ints(*cuts), e.ints(*ends), e.ints(*axes), shape=(*lead, *self.source))
 
 
 def window_of(op: Operator, kernel: Sequence[int], source: Sequence[int], target: Sequence[int]) -> Window:

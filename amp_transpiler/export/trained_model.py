@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ import onnx
 from amp_transpiler.errors import ArgumentError, CheckpointMismatchError, ModelFileError
 from amp_transpiler.export.folder import given_path
 from amp_transpiler.export.manifest import FORMAT, MANIFEST, VERSION
+from amp_transpiler.file_targets import PathLike
 from amp_transpiler.files import Write, check_outputs, put, write_files
 from amp_transpiler.ir.serializing import serialized
 from amp_transpiler.ir.types import BYTES
@@ -22,7 +22,6 @@ from amp_transpiler.runtime.checkpoint.checkpoints import chosen_checkpoint
 from amp_transpiler.runtime.checkpoint.reading import read_checkpoint
 from amp_transpiler.runtime.checkpoint.writing import file_hash
 
-PathLike = str | os.PathLike[str]
 CALL = "write_trained_model"
 
 

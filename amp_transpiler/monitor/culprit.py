@@ -11,10 +11,11 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.monitor.finiteness_probes import floats, nonfinite, operators_of, reads
+from amp_transpiler.monitor.finiteness_probes import floats, nonfinite, reads
 from amp_transpiler.monitor.rerun import Rerun
 from amp_transpiler.monitor.step_snapshot import load_step
 from amp_transpiler.monitor.suggested_fixes import Cure, forward_of, tried
+from amp_transpiler.passes.lowering.lowered import needed
 from amp_transpiler.passes.view.names import label
 from amp_transpiler.passes.view.training_step import TrainingStep, training_step
 from amp_transpiler.program import Program
@@ -141,7 +142,7 @@ def _culprit(program: Program, rerun: Rerun, cures: bool) -> Culprit | None:
     parts = training_step(program)
     if not parts.tested:
         raise ArgumentError(f"find_culprit: program '{program.name}' has neither gradients nor outputs to look at")
-    order = operators_of(program, parts.tested)
+    order = needed(program, parts.tested)
     bad = nonfinite(program, order, rerun)
     search = _Search(program, parts, order, bad, rerun)
     found = search.culprit()

@@ -12,15 +12,9 @@ from amp_transpiler.ir.metadata import PROBE
 from amp_transpiler.ir.nodes import BACKWARD, Operator, Shape, Variable
 from amp_transpiler.ir.types import FLOATS, HALF, ONNX_TYPES
 from amp_transpiler.monitor.rerun import Rerun, is_nonfinite
-from amp_transpiler.passes.lowering.lowered import needed
 from amp_transpiler.program import Program, program_guard
 
 PROBES = "@probes"
-
-
-def operators_of(program: Program, targets: Sequence[Variable]) -> list[Operator]:
-    """The operators that the targets depend on, in the order in which they run."""
-    return needed(program, targets)
 
 
 def floats(variables: Sequence[Variable | None]) -> list[Variable]:

@@ -21,7 +21,6 @@ from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.feeds import Feeds
 from amp_transpiler.runtime.scope import Scope, check_scope
 
-_BITS = {1: np.uint8, 2: np.uint16}
 _FORMAT, _VERSION = "amp_transpiler step", 1
 _META, _PROGRAM, _FEED, _STATE = "meta", "program", "feed/", "state/"
 
@@ -89,10 +88,9 @@ def save_step(
     feeds.check_shapes(fed)
     for name, value in fed.items():
         arrays[_FEED + name] = device_tensors.to_array(value) if hasattr(value, "device_name") else np.asarray(value)
-    types = {name: element_type(array.dtype) for name, array in arrays.items() if array.dtype.isbuiltin == 2}
-    content |= {
-        name: array.view(_BITS[array.dtype.itemsize]) if name in types else array for name, array in arrays.items()
-    }
+    plain = {name: device_tensors.plain(array) for name, array in arrays.items()}
+    content |= plain
+    types = {name: element_type(array.dtype) for name, array in arrays.items() if plain[name] is not array}
     meta = {"format": _FORMAT, "version": _VERSION, "name": program.name, "types": types}
     content[_META] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
 

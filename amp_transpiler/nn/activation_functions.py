@@ -21,7 +21,6 @@ from amp_transpiler.nn.building import (
     constant,
     describe,
     fixed,
-    flag,
     fresh,
     prefixed,
     real,
@@ -29,7 +28,7 @@ from amp_transpiler.nn.building import (
     whole,
 )
 from amp_transpiler.nn.calls import function, simple
-from amp_transpiler.option_checks import choice
+from amp_transpiler.option_checks import choice, switch
 
 _FORMS = ("none", "tanh")
 
@@ -69,7 +68,7 @@ def gelu(x: Variable, approximate: bool | str = False, *, name: str | None = Non
 
     ``x``: float, any shape.
     """
-    form = approximate if isinstance(approximate, str) else _FORMS[flag("gelu", "approximate", approximate)]
+    form = approximate if isinstance(approximate, str) else _FORMS[switch("gelu: approximate", approximate)]
     return _one("gelu", "Gelu", x, approximate=choice("gelu: approximate", form, _FORMS))
 
 

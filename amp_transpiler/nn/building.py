@@ -22,7 +22,7 @@ from amp_transpiler.ir.nodes import Variable, other_program
 from amp_transpiler.ir.rollback import without_leftovers
 from amp_transpiler.ir.types import FLOATS, ONNX_TYPES, element_type, numpy_dtype
 from amp_transpiler.lists import TARGET_OPSET
-from amp_transpiler.option_checks import is_whole, shown
+from amp_transpiler.option_checks import is_real, is_whole, shown
 from amp_transpiler.program import Program, default_main_program
 
 #: What an operator may be given: a variable, an array (it becomes a constant), or nothing.
@@ -45,6 +45,16 @@ def appending(call: str, prefix: str | None = None) -> Callable[..., Variable]:
     """``append`` for several operators of a call, under one prefix: ``put("Gather", table, x, axis=0)``."""
     one = prefix or fresh(call)
     return lambda type_, *inputs, **attrs: append(call, type_, inputs, attrs=attrs, prefix=one)
+
+
+def moved(call: str, x: Variable, source: int, target: int, prefix: str) -> Variable:
+    """``x`` with its dimension ``source``, counted from 0, as dimension ``target``; ``x`` itself where they are one."""
+    if source == target:
+        return x
+    assert x.shape is not None
+    perm = [i for i in range(len(x.shape)) if i != source]
+    perm.insert(target, source)
+    return append(call, "Transpose", [x], attrs={"perm": perm}, prefix=prefix)
 
 
 def append_many(
@@ -219,19 +229,12 @@ def whole(call: str, argument: str, value: Any, minimum: int = 1) -> int:
 
 def real(call: str, argument: str, value: Any) -> float:
     """``value`` as a float; ArgumentTypeError where it is no number."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (numbers.Real, np.number)):
+    if not is_real(value):
         raise ArgumentTypeError(f"{call}: {argument} must be a number, not {value!r}")
     try:
         return float(value)
     except OverflowError:
         raise ArgumentError(f"{call}: {argument} is {shown(value)}, more than float64 holds") from None
-
-
-def flag(call: str, argument: str, value: Any) -> bool:
-    """``value`` if it is True or False; ArgumentTypeError otherwise."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise ArgumentTypeError(f"{call}: {argument} must be True or False, not {value!r}")
-    return bool(value)
 
 
 def integers(call: str, argument: str, values: Any, minimum: int | None = None) -> list[int]:

@@ -20,8 +20,8 @@ from amp_transpiler.nn.building import (
     constant,
     describe,
     fixed,
-    flag,
     fresh,
+    moved,
     real,
     variable,
     whole,
@@ -29,14 +29,14 @@ from amp_transpiler.nn.building import (
 from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.elementwise_functions import cast
 from amp_transpiler.nn.reduction import mean, sum
+from amp_transpiler.option_checks import choice, switch
 
 _REDUCTIONS = ("mean", "sum", "none")
 
 
 def check_reduction(call: str, reduction: str) -> None:
     """ArgumentError where ``reduction`` is no way to reduce a loss."""
-    if not isinstance(reduction, str) or reduction not in _REDUCTIONS:
-        raise ArgumentError(f"{call}: reduction={reduction!r}; known are {', '.join(_REDUCTIONS)}")
+    choice(f"{call}: reduction", reduction, _REDUCTIONS)
 
 
 def reduced(value: Variable, reduction: str) -> Variable:
@@ -98,15 +98,18 @@ def cross_entropy(
     if weight is not None:
         variable(call, "weight", weight, dtypes=(str(input.dtype),), rank=1)
     at = axis_of(call, axis, input)
-    soft = flag(call, "soft_label", soft_label)
+    soft = switch(f"{call}: soft_label", soft_label)
     variable(call, "label", label, dtypes=(str(input.dtype),) if soft else INTEGER, min_rank=1)
     prefix = fresh(call)
     given = label
-    logits, label = (_classes_last(call, v, at, input, prefix) for v in (input, label))
-    softmax = flag(call, "use_softmax", use_softmax)
+    rank = len(input.shape or ())
+    logits = moved(call, input, at, rank - 1, prefix)
+    if len(label.shape or ()) == rank:
+        label = moved(call, label, at, rank - 1, prefix)
+    softmax = switch(f"{call}: use_softmax", use_softmax)
     if soft:
         loss = _soft_cross_entropy(call, logits, label, smooth, weight, softmax, reduction, prefix)
-        return _back(call, loss, at, input, prefix) if reduction == "none" else loss
+        return moved(call, loss, rank - 1, at, prefix) if reduction == "none" else loss
     target = _labels(call, logits, label, prefix)
     if len(logits.shape or ()) > 2:  # the operator has its classes in dimension 1
         classes = fixed(call, "input", logits, -1)
@@ -194,25 +197,6 @@ def _soft_cross_entropy(
     return reduced(loss, reduction) if reduction != "mean" else put("Div", mean(loss), mean(factor))
 
 
-def _classes_last(call: str, value: Variable, axis: int, input: Variable, prefix: str) -> Variable:
-    """``value`` with its dimension ``axis`` behind the others, where it has the rank of the input."""
-    rank = len(input.shape or ())
-    if axis == rank - 1 or len(value.shape or ()) != rank:
-        return value
-    perm = [i for i in range(rank) if i != axis] + [axis]
-    return append(call, "Transpose", [value], attrs={"perm": perm}, prefix=prefix)
-
-
-def _back(call: str, value: Variable, axis: int, input: Variable, prefix: str) -> Variable:
-    """What :func:`_classes_last` did, undone."""
-    rank = len(input.shape or ())
-    if axis == rank - 1:
-        return value
-    perm = [i if i < axis else i - 1 for i in range(rank)]
-    perm[axis] = rank - 1
-    return append(call, "Transpose", [value], attrs={"perm": perm}, prefix=prefix)
-
-
 @function("nn.stable")
 def softmax_with_cross_entropy(
     logits: Variable,
@@ -234,7 +218,7 @@ def softmax_with_cross_entropy(
     loss = cross_entropy(logits, label, "none", ignore_index, soft_label=soft_label, axis=at)
     if len(loss.shape or ()) < len(logits.shape or ()):
         loss = append(call, "Unsqueeze", [loss, np.array([at], np.int64)])
-    if not flag(call, "return_softmax", return_softmax):
+    if not switch(f"{call}: return_softmax", return_softmax):
         return loss
     return loss, append(call, "Softmax", [logits], attrs={"axis": at})
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.nodes import OWN, Variable
 from amp_transpiler.ir.types import ONNX_TYPES
 from amp_transpiler.nn.building import FLOATING, INTEGER, LARGEST, appending, describe, fixed, fresh, variable, whole
 from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.classification import check_reduction
+from amp_transpiler.option_checks import switch
 from amp_transpiler.program import default_main_program
 
 
@@ -50,8 +51,7 @@ def ctc_loss(
     if blank >= classes:
         raise ArgumentError(f"{call}: blank={blank}, but log_probs {describe(log_probs)} has {classes} classes")
     check_reduction(call, reduction)
-    if not isinstance(zero_infinity, bool):
-        raise ArgumentTypeError(f"{call}: zero_infinity must be True or False, not {zero_infinity!r}")
+    switch(f"{call}: zero_infinity", zero_infinity)
     batch = (log_probs.shape or ())[1]
     for name, value in (("labels", labels), ("input_lengths", input_lengths), ("label_lengths", label_lengths)):
         size = (value.shape or ())[0]

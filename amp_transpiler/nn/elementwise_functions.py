@@ -19,7 +19,6 @@ from amp_transpiler.nn.building import (
     as_type,
     clip_bounds,
     constant,
-    flag,
     fresh,
     operand,
     real,
@@ -28,7 +27,7 @@ from amp_transpiler.nn.building import (
 from amp_transpiler.nn.calls import OfTwoOperands, function, member, simple
 from amp_transpiler.ops.training.random import MASK_ID
 from amp_transpiler.ops.training.seeds import rng_state
-from amp_transpiler.option_checks import choice, is_real
+from amp_transpiler.option_checks import choice, is_real, switch
 from amp_transpiler.program import default_startup_program
 
 abs = simple("abs", "Abs", "Absolute value.", dtypes=None)
@@ -202,7 +201,7 @@ def scale(
         raise ArgumentError(f"{call}: act={act!r} is not taken here; apply the activation to the result")
     steps = [("Mul", real(call, "scale", scale), 1.0), ("Add", real(call, "bias", bias), 0.0)]
     prefix, y = fresh(call), x
-    for type_, number, neutral in steps if flag(call, "bias_after_scale", bias_after_scale) else steps[::-1]:
+    for type_, number, neutral in steps if switch(f"{call}: bias_after_scale", bias_after_scale) else steps[::-1]:
         if number != neutral:
             y = append(call, type_, [y, constant(x, number)], prefix=prefix)
     return y if y is not x else append(call, "Identity", [x], prefix=prefix)
@@ -232,7 +231,7 @@ def dropout(
     if not 0 <= p <= 1:
         raise ArgumentError(f"{call}: p must be in [0, 1], not {p}")
     choice(f"{call}: mode", mode, ("upscale_in_train", "downscale_in_infer"))
-    training = flag(call, "training", training)
+    training = switch(f"{call}: training", training)
     if p == 0 or (not training and mode == "upscale_in_train"):
         return x
     prefix = fresh(call)

@@ -20,7 +20,6 @@ from amp_transpiler.nn.building import (
     appending,
     constant,
     fixed,
-    flag,
     fresh,
     layer_name,
     variable,
@@ -29,7 +28,7 @@ from amp_transpiler.nn.building import (
 from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.initializer import XavierUniform
 from amp_transpiler.nn.parameters import Attr, parameter, required
-from amp_transpiler.option_checks import choice
+from amp_transpiler.option_checks import choice, switch
 
 
 @paddle_arguments("nn.input", "nn.weights", "nn.embedding")
@@ -89,7 +88,7 @@ def _table(call: str, size: Any, dtype: Any, param_attr: Attr, name: str, is_spa
     shape = [whole(call, "size", item) for item in size]
     required(call, "param_attr", param_attr)
     table = parameter(call, f"{name}.w_0", shape, dtype, param_attr, XavierUniform())
-    table.sparse = flag(call, "is_sparse", is_sparse) or table.sparse
+    table.sparse = switch(f"{call}: is_sparse", is_sparse) or table.sparse
     return table
 
 
@@ -120,7 +119,7 @@ def functional_embedding(
     call = "embedding"
     variable(call, "x", x, dtypes=INTEGER)
     variable(call, "weight", weight, dtypes=FLOATING, rank=2)
-    weight.sparse = flag(call, "sparse", sparse) or weight.sparse
+    weight.sparse = switch(f"{call}: sparse", sparse) or weight.sparse
     return _rows(call, weight, x, _padding_row(call, padding_idx, weight), fresh(call))
 
 
@@ -139,7 +138,7 @@ def functional_embedding_bag(
     call = "embedding_bag"
     _bags(call, x, offsets, mode)
     variable(call, "weight", weight, dtypes=FLOATING, rank=2)
-    weight.sparse = flag(call, "sparse", sparse) or weight.sparse
+    weight.sparse = switch(f"{call}: sparse", sparse) or weight.sparse
     return _bagged(call, weight, x, offsets, mode, _padding_row(call, padding_idx, weight), fresh(call))
 
 

@@ -18,7 +18,6 @@ from amp_transpiler.nn.building import (
     axis_of,
     describe,
     fixed,
-    flag,
     fresh,
     variable,
     whole,
@@ -26,7 +25,7 @@ from amp_transpiler.nn.building import (
 from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.creation import zeros_like
 from amp_transpiler.nn.manipulation import reached
-from amp_transpiler.option_checks import is_whole
+from amp_transpiler.option_checks import is_whole, switch
 
 #: The element types of numbers that onnxruntime's Unique reads, and what holds the numbers of the others.
 _SORTED = ("float32", "float64", "int64", "int8")
@@ -71,7 +70,7 @@ def nonzero(x: Variable, as_tuple: bool = False, *, name: str | None = None) -> 
     call = "nonzero"
     variable(call, "x", x, dtypes=_COUNTED, min_rank=1)
     prefix, rank = fresh(call), len(x.shape or ())
-    if not flag(call, "as_tuple", as_tuple):
+    if not switch(f"{call}: as_tuple", as_tuple):
         return _places(call, x, prefix)
     found = append(call, "NonZero", [x], prefix=prefix)
     rows = [append(call, "Gather", [found, np.array([i], np.int64)], prefix=prefix) for i in range(rank)]
@@ -122,7 +121,7 @@ def unique(
     values = append(call, "Gather", [x, index], attrs={"axis": at}, prefix=prefix)
     asked = {"return_index": (return_index, index), "return_inverse": (return_inverse, inverse)}
     asked["return_counts"] = return_counts, counts
-    found = [place for name, (wanted, place) in asked.items() if flag(call, name, wanted)]
+    found = [place for name, (wanted, place) in asked.items() if switch(f"{call}: {name}", wanted)]
     if kind != "int64":
         found = [append(call, "Cast", [each], attrs={"to": ONNX_TYPES[kind]}, prefix=prefix) for each in found]
     return (values, *found) if found else values
@@ -171,7 +170,7 @@ def _int64(call: str, index: Variable, prefix: str) -> Variable:
     variable(call, "index", index, dtypes=INTEGER, min_rank=1)
     if index.dtype == "int64":
         return index
-    return append(call, "Cast", [index], attrs={"to": 7}, prefix=prefix)
+    return append(call, "Cast", [index], attrs={"to": ONNX_TYPES["int64"]}, prefix=prefix)
 
 
 @function()
@@ -187,7 +186,7 @@ def scatter(
     variable(call, "index", index, dtypes=INTEGER, rank=1)
     place = append(call, "Unsqueeze", [_int64(call, index, prefix), np.array([1], np.int64)], prefix=prefix)
     variable(call, "updates", updates, dtypes=(str(variable(call, "x", x, min_rank=1).dtype),))
-    if flag(call, "overwrite", overwrite):
+    if switch(f"{call}: overwrite", overwrite):
         return append(call, "ScatterND", [x, place, updates], prefix=prefix)
     cleared = append(call, "ScatterND", [x, place, zeros_like(updates)], prefix=prefix)
     return append(call, "ScatterND", [cleared, place, updates], attrs={"reduction": "add"}, prefix=prefix)

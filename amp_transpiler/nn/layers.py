@@ -21,6 +21,7 @@ from amp_transpiler.nn.activation_functions import activate, check_activation
 from amp_transpiler.nn.building import FLOATING, append, describe, fixed, layer_name, variable, whole
 from amp_transpiler.nn.initializer import Constant, XavierUniform
 from amp_transpiler.nn.parameters import Attr, parameter, required
+from amp_transpiler.option_checks import choice
 
 
 @paddle_arguments("nn.layer")
@@ -84,10 +85,8 @@ def prelu(
     """
     call = "prelu"
     rank = len(variable(call, "x", x, dtypes=FLOATING, min_rank=2).shape or ())
-    if mode not in ("all", "channel", "element"):
-        raise ArgumentError(f'{call}: mode={mode!r}; known are "all", "channel" and "element"')
-    if data_format not in ("NCHW", "NHWC"):
-        raise ArgumentError(f"{call}: data_format={data_format!r}; known are NCHW and NHWC")
+    choice(f"{call}: mode", mode, ("all", "channel", "element"))
+    choice(f"{call}: data_format", data_format, ("NCHW", "NHWC"))
     axis = rank - 1 if data_format == "NHWC" else 1
     shape = [1]
     if mode == "channel":

@@ -6,8 +6,9 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.nodes import Variable
-from amp_transpiler.nn.building import FLOATING, LARGEST, append, flag, fresh, variable, whole
+from amp_transpiler.nn.building import FLOATING, LARGEST, append, fresh, variable, whole
 from amp_transpiler.nn.calls import function
+from amp_transpiler.option_checks import switch
 
 
 @function()
@@ -21,7 +22,7 @@ def matmul(
     call = "matmul"
     operands = []
     for name, value, transposed in (("x", x, transpose_x), ("y", y, transpose_y)):
-        turned = flag(call, f"transpose_{name}", transposed)
+        turned = switch(f"{call}: transpose_{name}", transposed)
         variable(call, name, value, min_rank=2 if turned else 1)
         if turned:
             rank = len(value.shape or ())

@@ -18,10 +18,10 @@ from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.settings import UpdateSettings, set_settings
 from amp_transpiler.ir.types import element_type
 from amp_transpiler.lists.paddle import paddle_arguments
-from amp_transpiler.nn.building import check_program, describe, flag, real
+from amp_transpiler.nn.building import check_program, describe, real
 from amp_transpiler.nn.getter import got
 from amp_transpiler.nn.initializer import Assign, Constant, Initializer, XavierUniform
-from amp_transpiler.option_checks import is_whole
+from amp_transpiler.option_checks import is_whole, switch
 from amp_transpiler.program import Program, default_main_program, default_startup_program
 from amp_transpiler.regularizer import L1Decay, L2Decay
 
@@ -58,7 +58,7 @@ class ParamAttr:
                 f"{call}: regularizer must be an amp.regularizer.L2Decay or L1Decay, not {self.regularizer!r}"
             )
         for argument in ("trainable", "need_clip"):
-            flag(call, argument, getattr(self, argument))
+            switch(f"{call}: {argument}", getattr(self, argument))
 
     def settings(self) -> UpdateSettings:
         """What the optimizer is asked for."""

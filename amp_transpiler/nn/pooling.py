@@ -12,9 +12,10 @@ import numpy as np
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.lists.paddle import paddle_arguments
-from amp_transpiler.nn.building import append, constant, flag, fresh, real
+from amp_transpiler.nn.building import append, constant, fresh, moved, real
 from amp_transpiler.nn.calls import function, member
 from amp_transpiler.nn.windows import Image, Padding, Sizes, check_fit, image, numbers, padding, per_axis
+from amp_transpiler.option_checks import choice, switch
 
 
 def _pool(
@@ -39,7 +40,7 @@ def _pool(
         raise ArgumentError(f"{call}: padding {pad!r} must be smaller than the kernel {kernel}")
     check_fit(at, pads, kernel, ones)
     attrs |= {"kernel_shape": kernel, "strides": strides, **around}
-    if flag(call, "ceil_mode", ceil_mode):
+    if switch(f"{call}: ceil_mode", ceil_mode):
         attrs["ceil_mode"] = 1
     prefix = fresh(call)
     return at.as_given(append(call, type_, [at.channels_first(prefix)], attrs=attrs, prefix=prefix), prefix)
@@ -82,7 +83,7 @@ def _avg_pool(
     ``exclusive``: padding does not count as elements. ``divisor_override``: divide each window's sum by this.
     """
     call = f"avg_pool{rank}d"
-    include = int(not flag(call, "exclusive", exclusive))
+    include = int(not switch(f"{call}: exclusive", exclusive))
     if divisor_override is not None:
         if ceil_mode:
             raise ArgumentError(f"{call}: divisor_override goes with whole windows, not with ceil_mode")
@@ -183,13 +184,9 @@ def _means(call: str, x: Variable, axes: Sequence[tuple[int, int]], prefix: str)
 
 def _along(call: str, x: Variable, axis: int, matrix: np.ndarray, prefix: str) -> Variable:
     """The product with a matrix along one axis."""
-    rank = len(x.shape or ())
-    swap = [i for i in range(rank) if i != axis] + [axis]
-    back = [int(i) for i in np.argsort(swap)]
-    if axis != rank - 1:
-        x = append(call, "Transpose", [x], attrs={"perm": swap}, prefix=prefix)
-    y = append(call, "MatMul", [x, constant(x, matrix)], prefix=prefix)
-    return y if axis == rank - 1 else append(call, "Transpose", [y], attrs={"perm": back}, prefix=prefix)
+    last = len(x.shape or ()) - 1
+    y = append(call, "MatMul", [moved(call, x, axis, last, prefix), constant(x, matrix)], prefix=prefix)
+    return moved(call, y, last, axis, prefix)
 
 
 def _maxima(call: str, x: Variable, axes: Sequence[tuple[int, int]], prefix: str) -> Variable:
@@ -265,9 +262,8 @@ def pool2d(
     """:func:`max_pool2d` (``pool_type`` "max") or :func:`avg_pool2d` ("avg"), or with ``global_pooling`` one window
     over the whole image, as Paddle's layer of this name."""
     call = "pool2d"
-    if pool_type not in ("max", "avg"):
-        raise ArgumentError(f'{call}: pool_type={pool_type!r}; known are "max" and "avg"')
-    if flag(call, "global_pooling", global_pooling):
+    choice(f"{call}: pool_type", pool_type, ("max", "avg"))
+    if switch(f"{call}: global_pooling", global_pooling):
         whole_image = adaptive_max_pool2d if pool_type == "max" else adaptive_avg_pool2d
         return whole_image(x, 1, data_format=data_format, name=name)
     if pool_type == "max":

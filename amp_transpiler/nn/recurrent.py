@@ -8,6 +8,7 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.ir.types import ONNX_TYPES
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.nn.building import (
     FLOATING,
@@ -23,6 +24,7 @@ from amp_transpiler.nn.building import (
 from amp_transpiler.nn.initializer import Uniform
 from amp_transpiler.nn.parameters import Attr, ParamAttr, parameter, required
 from amp_transpiler.ops.rnn.gates import GATES
+from amp_transpiler.option_checks import choice
 
 _DIRECTIONS = ("forward", "reverse", "bidirectional")
 
@@ -122,8 +124,7 @@ def _stack(
     call = type_.lower()
     variable(call, "x", x, dtypes=FLOATING, rank=3)
     hidden, layers = whole(call, "hidden_size", hidden), whole(call, "num_layers", layers)
-    if direction not in _DIRECTIONS:
-        raise ArgumentError(f"{call}: direction={direction!r}; known are {', '.join(_DIRECTIONS)}")
+    choice(f"{call}: direction", direction, _DIRECTIONS)
     required(call, "param_attr", param_attr)
     for argument, attr, count in (("param_attr", param_attr, 2 * layers), ("bias_attr", bias_attr, layers)):
         named = isinstance(attr, (str, Variable)) or (isinstance(attr, ParamAttr) and attr.name is not None)
@@ -140,7 +141,7 @@ def _stack(
         variable(call, "sequence_length", lengths, dtypes=INTEGER, rank=1)
     name = layer_name(call, name)
     if lengths is not None and lengths.dtype != "int32":
-        lengths = append(call, "Cast", [lengths], attrs={"to": 6}, prefix=name)
+        lengths = append(call, "Cast", [lengths], attrs={"to": ONNX_TYPES["int32"]}, prefix=name)
     y = x if time_major else append(call, "Transpose", [x], attrs={"perm": [1, 0, 2]}, prefix=name)
     parts = [_layers_of(call, state, layers, directions, name) for state in states]
     last = []

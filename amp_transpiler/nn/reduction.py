@@ -22,7 +22,6 @@ from amp_transpiler.nn.building import (
     constant,
     describe,
     fixed,
-    flag,
     fresh,
     prefixed,
     real,
@@ -30,6 +29,7 @@ from amp_transpiler.nn.building import (
     whole,
 )
 from amp_transpiler.nn.calls import function, member
+from amp_transpiler.option_checks import switch
 
 Axis = int | Sequence[int] | None
 
@@ -39,7 +39,7 @@ def _reduce(call: str, type_: str, x: Variable, axis: Axis, keepdim: bool, prefi
     inputs: list[Any] = [x]
     if axis is not None:
         inputs.append(np.array(axes_of(call, axis, x), np.int64))
-    return append(call, type_, inputs, attrs={"keepdims": int(flag(call, "keepdim", keepdim))}, prefix=prefix)
+    return append(call, type_, inputs, attrs={"keepdims": int(switch(f"{call}: keepdim", keepdim))}, prefix=prefix)
 
 
 class _Reduction(NamedTuple):
@@ -92,7 +92,7 @@ def var(
     axes = axes_of(call, list(range(len(x.shape or ()))) if axis is None else axis, x)
     deviation = _deviation(call, x, axes, prefix)
     sizes = [size for size in ((x.shape or ())[a] for a in axes) if isinstance(size, int) and size]
-    if flag(call, "unbiased", unbiased):
+    if switch(f"{call}: unbiased", unbiased):
         count = _count(call, x, axes) - 1
     elif len(sizes) == len(axes):
         count = math.prod(sizes)
@@ -144,7 +144,7 @@ def std(
     variable(call, "x", x, dtypes=FLOATING, min_rank=1)
     axes = axes_of(call, list(range(len(x.shape or ()))) if axis is None else axis, x)
     length = _reduce(call, "ReduceL2", _deviation(call, x, axes, prefix), axes, keepdim, prefix)
-    if flag(call, "unbiased", unbiased):
+    if switch(f"{call}: unbiased", unbiased):
         return append(call, "Div", [length, constant(x, math.sqrt(_count(call, x, axes) - 1))], prefix=prefix)
     sizes = append(call, "Shape", [x], prefix=prefix)
     sizes = append(call, "Gather", [sizes, np.array(axes, np.int64)], prefix=prefix)
@@ -164,7 +164,7 @@ def norm(
     The gradient of a norm of zeros is 0.
     """
     call = "norm"
-    kept, prefix = flag(call, "keepdim", keepdim), fresh(call)
+    kept, prefix = switch(f"{call}: keepdim", keepdim), fresh(call)
     power = _power(call, 2 if p == "fro" else p)
     variable(call, "x", x, dtypes=FLOATING)
     if power in _NORMS:
@@ -246,10 +246,10 @@ def _extreme_place(call: str, type_: str, x: Variable, axis: int | None, keepdim
     variable(call, "x", x)
     prefix = fresh(call)
     if axis is None:
-        if flag(call, "keepdim", keepdim):
+        if switch(f"{call}: keepdim", keepdim):
             raise ArgumentError(f"{call}: keepdim=True goes with an axis")
         x, axis = append(call, "Reshape", [x, np.array([-1], np.int64)], prefix=prefix), 0
-    attrs = {"axis": axis_of(call, axis, x), "keepdims": int(flag(call, "keepdim", keepdim))}
+    attrs = {"axis": axis_of(call, axis, x), "keepdims": int(switch(f"{call}: keepdim", keepdim))}
     y = append(call, type_, [x], attrs=attrs, prefix=prefix)
     kind = element_type(dtype)
     return y if kind == "int64" else append(call, "Cast", [y], attrs={"to": ONNX_TYPES[kind]}, prefix=prefix)
@@ -290,7 +290,7 @@ def topk(
     size = (x.shape or ())[at]
     if isinstance(size, int) and k > size:
         raise ArgumentError(f"{call}: k={k} is more than dimension {at} of {describe(x)} has")
-    values, places = _ordered(call, x, k, at, flag(call, "largest", largest), flag(call, "sorted", sorted))
+    values, places = _ordered(call, x, k, at, switch(f"{call}: largest", largest), switch(f"{call}: sorted", sorted))
     return values, places
 
 
@@ -298,14 +298,14 @@ def topk(
 def sort(x: Variable, axis: int = -1, descending: bool = False, *, name: str | None = None) -> Variable:
     """``x`` in order along ``axis``, whose size is known."""
     at = axis_of("sort", axis, x)
-    return _ordered("sort", x, fixed("sort", "x", x, at), at, flag("sort", "descending", descending), True)[0]
+    return _ordered("sort", x, fixed("sort", "x", x, at), at, switch("sort: descending", descending), True)[0]
 
 
 @function()
 def argsort(x: Variable, axis: int = -1, descending: bool = False, *, name: str | None = None) -> Variable:
     """The int64 places that put ``x`` in order along ``axis``, whose size is known."""
     at = axis_of("argsort", axis, x)
-    return _ordered("argsort", x, fixed("argsort", "x", x, at), at, flag("argsort", "descending", descending), True)[1]
+    return _ordered("argsort", x, fixed("argsort", "x", x, at), at, switch("argsort: descending", descending), True)[1]
 
 
 @function()

@@ -16,7 +16,6 @@ from amp_transpiler.nn.building import (
     append,
     describe,
     fixed,
-    flag,
     fresh,
     integers,
     real,
@@ -25,10 +24,8 @@ from amp_transpiler.nn.building import (
 )
 from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.pooling import adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d
-from amp_transpiler.nn.windows import LAYOUTS, image, numbers, per_axis
-from amp_transpiler.option_checks import choice
-
-Pair = int | Sequence[int]
+from amp_transpiler.nn.windows import LAYOUTS, Sizes, image, numbers, per_axis
+from amp_transpiler.option_checks import choice, switch
 
 #: Paddle's names here of the layouts of an image of one axis.
 _LINES = {"NCW": "NCL", "NWC": "NLC"}
@@ -61,8 +58,7 @@ def interpolate(
     if rank not in LAYOUTS:
         raise ArgumentError(f"{call}: x {describe(x)} must have 3, 4 or 5 dimensions")
     modes = ["nearest", "area", *(name for name, (axes, _) in _MODES.items() if axes == rank)]
-    if mode not in modes:
-        raise ArgumentError(f"{call}: mode={mode!r}; of an image of {rank} axes known are {', '.join(modes)}")
+    choice(f"{call}: mode of an image of {rank} axes", mode, modes)
     if (size is None) == (scale_factor is None):
         raise ArgumentError(f"{call}: one of size and scale_factor must be given")
     if mode == "area":
@@ -104,7 +100,7 @@ def _attributes(call: str, mode: str, align_corners: bool, align_mode: int) -> d
             raise ArgumentError(f'{call}: align_corners goes with the linear and cubic modes, not with "nearest"')
         return {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
     kind = _MODES[mode][1]
-    if flag(call, "align_corners", align_corners):
+    if switch(f"{call}: align_corners", align_corners):
         return {"mode": kind, "coordinate_transformation_mode": "align_corners"}
     asymmetric = kind == "linear" and align_mode == 1
     return {"mode": kind, "coordinate_transformation_mode": "asymmetric" if asymmetric else "half_pixel"}
@@ -150,7 +146,7 @@ def grid_sample(
     attrs = {
         "mode": {"bilinear": "linear", "nearest": "nearest"}[choice(f"{call}: mode", mode, ("bilinear", "nearest"))],
         "padding_mode": choice(f"{call}: padding_mode", padding_mode, ("zeros", "border", "reflection")),
-        "align_corners": int(flag(call, "align_corners", align_corners)),
+        "align_corners": int(switch(f"{call}: align_corners", align_corners)),
     }
     return append(call, "GridSample", [x, grid], attrs=attrs)
 
@@ -158,10 +154,10 @@ def grid_sample(
 @function()
 def unfold(
     x: Variable,
-    kernel_sizes: Pair,
-    strides: Pair = 1,
-    paddings: Pair = 0,
-    dilations: Pair = 1,
+    kernel_sizes: Sizes,
+    strides: Sizes = 1,
+    paddings: Sizes = 0,
+    dilations: Sizes = 1,
     *,
     name: str | None = None,
 ) -> Variable:

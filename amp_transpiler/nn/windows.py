@@ -8,7 +8,8 @@ from typing import Any
 
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.nodes import Variable
-from amp_transpiler.nn.building import FLOATING, append, describe, fixed, variable, whole
+from amp_transpiler.nn.building import FLOATING, describe, fixed, moved, variable, whole
+from amp_transpiler.option_checks import choice
 
 #: A size along every axis, or one for each.
 Sizes = int | Sequence[int]
@@ -49,19 +50,11 @@ class Image:
 
     def channels_first(self, prefix: str) -> Variable:
         """The image in ONNX's layout."""
-        rank = len(self.sizes)
-        if not self.channels_last:
-            return self.x
-        return append(
-            self.call, "Transpose", [self.x], attrs={"perm": [0, rank + 1, *range(1, rank + 1)]}, prefix=prefix
-        )
+        return moved(self.call, self.x, len(self.sizes) + 1, 1, prefix) if self.channels_last else self.x
 
     def as_given(self, y: Variable, prefix: str) -> Variable:
         """A result in ONNX's layout brought to that of the image."""
-        if not self.channels_last:
-            return y
-        perm = [0, *range(2, len(self.sizes) + 2), 1]
-        return append(self.call, "Transpose", [y], attrs={"perm": perm}, prefix=prefix)
+        return moved(self.call, y, 1, len(self.sizes) + 1, prefix) if self.channels_last else y
 
 
 def image(call: str, x: Variable, rank: int, data_format: str | None = None) -> Image:
@@ -72,12 +65,8 @@ def image(call: str, x: Variable, rank: int, data_format: str | None = None) -> 
 
 def channels_last(call: str, data_format: str | None, rank: int, argument: str = "data_format") -> bool:
     """Whether ``data_format`` names the layout with its channels last; None is that with its channels first."""
-    names = LAYOUTS[rank]
-    if data_format is None:
-        return False
-    if data_format not in names:
-        raise ArgumentError(f"{call}: {argument}={data_format!r}; known are {names[0]} and {names[1]}")
-    return data_format == names[1]
+    first, last = LAYOUTS[rank]
+    return data_format is not None and choice(f"{call}: {argument}", data_format, (first, last)) == last
 
 
 def per_axis(value: Any, rank: int) -> list[Any]:

@@ -12,6 +12,7 @@ from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.ops.training.clip import GLOBAL_NORM, NORM, VALUE
 from amp_transpiler.ops.training.scaling import master_type
 from amp_transpiler.option_checks import is_finite, is_real
+from amp_transpiler.passes.autodiff.sparse_gradient import replacement
 
 
 class GradientClip:
@@ -23,11 +24,7 @@ class GradientClip:
     def append(self, grads: Sequence[Variable]) -> list[Variable]:
         """Clipped gradients, fp32 (fp64 for fp64), in order; appended to the gradients' program."""
         program = grads[0].program
-        clipped = []
-        for grad in grads:
-            new = program.fresh_variable(f"{grad.name}@CLIP", master_type(grad.dtype), grad.shape)
-            new.grad_of, new.rows = grad.grad_of, grad.rows
-            clipped.append(new)
+        clipped = [replacement(grad, f"{grad.name}@CLIP", master_type(grad.dtype)) for grad in grads]
         dealt = [int(grad.grad_of is not None and grad.grad_of.dealt is not None) for grad in grads]
         attrs = {**self._attrs, "dealt": dealt} if any(dealt) else self._attrs
         program.add_operator(self._type, grads, clipped, attrs=attrs, domain=OWN)
@@ -40,24 +37,25 @@ def _limit(owner: GradientClip, name: str, value: Any) -> float:
     return float(value)
 
 
+class _ByNorm(GradientClip):
+    """A clip that limits a norm."""
+
+    def __init__(self, clip_norm: float) -> None:
+        self._attrs = {"clip_norm": _limit(self, "clip_norm", clip_norm)}
+
+
 @paddle_arguments("optimizer.clip")
-class ClipGradByGlobalNorm(GradientClip):
+class ClipGradByGlobalNorm(_ByNorm):
     """Multiply all gradients by ``clip_norm / max(norm, clip_norm)``, norm over all of them together."""
 
     _type = GLOBAL_NORM
 
-    def __init__(self, clip_norm: float) -> None:
-        self._attrs = {"clip_norm": _limit(self, "clip_norm", clip_norm)}
-
 
 @paddle_arguments("optimizer.clip")
-class ClipGradByNorm(GradientClip):
+class ClipGradByNorm(_ByNorm):
     """Multiply each gradient by ``clip_norm / max(norm, clip_norm)``, norm of that gradient."""
 
     _type = NORM
-
-    def __init__(self, clip_norm: float) -> None:
-        self._attrs = {"clip_norm": _limit(self, "clip_norm", clip_norm)}
 
 
 @paddle_arguments("optimizer.clip")

@@ -194,13 +194,3 @@ def without_decay(owner: str, patterns: Sequence[str], program: Program) -> set[
             program.parameters, patterns, f"{owner}: weight_decay_exclude", names_of_parameter, kind
         )
     }
-
-
-def checked_patterns(owner: str, patterns: Any) -> list[str]:
-    """``weight_decay_exclude`` as a list of strings; ArgumentTypeError for anything else."""
-    if isinstance(patterns, str) or not isinstance(patterns, Iterable):
-        raise ArgumentTypeError(f"{owner}: weight_decay_exclude is {patterns!r}; expected a list of patterns")
-    found = list(patterns)
-    if not all(isinstance(pattern, str) for pattern in found):
-        raise ArgumentTypeError(f"{owner}: weight_decay_exclude is {patterns!r}; expected patterns, as in ['*.b_0']")
-    return found

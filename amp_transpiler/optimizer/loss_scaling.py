@@ -14,6 +14,7 @@ from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.ops.training.scaling import CHECK, UPDATE_SCALE, master_type
 from amp_transpiler.optimizer.state import owned_name
 from amp_transpiler.option_checks import is_finite, is_whole, switch
+from amp_transpiler.passes.autodiff.sparse_gradient import replacement
 from amp_transpiler.program import Program
 
 
@@ -37,7 +38,7 @@ def check_finite_and_unscale(grads: Sequence[Variable], scale: Variable) -> tupl
     """
     program = _gradients("check_finite_and_unscale", grads)
     _one_element("scale", scale, "float32")
-    unscaled = [_unscaled(grad) for grad in grads]
+    unscaled = [replacement(grad, f"{grad.name}@UNSCALED", master_type(grad.dtype)) for grad in grads]
     found_inf = program.add_variable(owned_name("found_inf", program), "bool", (1,))
     with context.operator_role(SCALING):
         attrs = {"n": len(grads), **_whose(grads)}
@@ -48,7 +49,7 @@ def check_finite_and_unscale(grads: Sequence[Variable], scale: Variable) -> tupl
 def extend_check(check: Operator, grads: Sequence[Variable]) -> list[Variable]:
     """Let a finite check that is there read more gradients: its found_inf is over all. Returns the unscaled ones."""
     _gradients("check_finite_and_unscale", grads)
-    unscaled = [_unscaled(grad) for grad in grads]
+    unscaled = [replacement(grad, f"{grad.name}@UNSCALED", master_type(grad.dtype)) for grad in grads]
     for grad, new in zip(grads, unscaled, strict=True):
         slot = len(check.inputs)
         check.set_input(slot, grad)
@@ -63,14 +64,6 @@ def _whose(grads: Sequence[Variable]) -> dict[str, int]:
     """The attribute of a check of gradients of which each rank has others."""
     dealt = any(grad.grad_of is not None and grad.grad_of.dealt is not None for grad in grads)
     return {"over_ranks": 1} if dealt else {}
-
-
-def _unscaled(grad: Variable) -> Variable:
-    """A variable for a gradient divided by the scale."""
-    program = grad.program
-    new = program.fresh_variable(f"{grad.name}@UNSCALED", master_type(grad.dtype), grad.shape)
-    new.grad_of, new.rows = grad.grad_of, grad.rows
-    return new
 
 
 @paddle_arguments("scaling")
@@ -127,10 +120,7 @@ def append_scale_update(
     """``UpdateLossScaling`` over ``state`` (scale, good steps, bad steps), with all its attributes; see above."""
     program = found_inf.program
     new = [program.fresh_variable(f"{v.name}@NEW", v.dtype, v.shape) for v in state]
-    zeroed = []
-    for grad in grads:
-        zeroed.append(program.fresh_variable(f"{grad.name}@ZEROED", grad.dtype, grad.shape))
-        zeroed[-1].grad_of, zeroed[-1].rows = grad.grad_of, grad.rows
+    zeroed = [replacement(grad, f"{grad.name}@ZEROED") for grad in grads]
     with context.operator_role(SCALING):
         program.add_operator(UPDATE_SCALE, [found_inf, *state, *grads], [*new, *zeroed], attrs=attrs, domain=OWN)
     for variable, value in zip(state, new, strict=True):

@@ -17,8 +17,9 @@ from itertools import pairwise
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.lists.paddle import add_paddle_names, paddle_arguments
-from amp_transpiler.optimizer.lr_schedule import LRScheduler, count, flag, listed, positive, rate
+from amp_transpiler.optimizer.lr_schedule import LRScheduler, count, listed, positive, rate
 from amp_transpiler.optimizer.stepped_rates import LambdaDecay, MultiplicativeDecay, ReduceOnPlateau
+from amp_transpiler.option_checks import choice, switch
 
 add_paddle_names(globals())
 
@@ -75,28 +76,26 @@ class LinearWarmup(LRScheduler):
             self.by_user()
 
 
+class _Decay(LRScheduler):
+    """A rate that decays in every step, as ``gamma`` says."""
+
+    def __init__(self, learning_rate: float, gamma: float) -> None:
+        super().__init__(learning_rate=rate(self, "learning_rate", learning_rate), gamma=positive(self, "gamma", gamma))
+
+
 @paddle_arguments("optimizer.lr")
-class ExponentialDecay(LRScheduler):
+class ExponentialDecay(_Decay):
     """``learning_rate * gamma ** step``."""
 
-    def __init__(self, learning_rate: float, gamma: float) -> None:
-        super().__init__(learning_rate=rate(self, "learning_rate", learning_rate), gamma=positive(self, "gamma", gamma))
-
 
 @paddle_arguments("optimizer.lr")
-class NaturalExpDecay(LRScheduler):
+class NaturalExpDecay(_Decay):
     """``learning_rate * exp(-gamma * step)``."""
 
-    def __init__(self, learning_rate: float, gamma: float) -> None:
-        super().__init__(learning_rate=rate(self, "learning_rate", learning_rate), gamma=positive(self, "gamma", gamma))
-
 
 @paddle_arguments("optimizer.lr")
-class InverseTimeDecay(LRScheduler):
+class InverseTimeDecay(_Decay):
     """``learning_rate / (1 + gamma * step)``."""
-
-    def __init__(self, learning_rate: float, gamma: float) -> None:
-        super().__init__(learning_rate=rate(self, "learning_rate", learning_rate), gamma=positive(self, "gamma", gamma))
 
 
 @paddle_arguments("optimizer.lr")
@@ -217,7 +216,7 @@ class PolynomialDecay(LRScheduler):
             decay_steps=count(self, "decay_steps", decay_steps, 1),
             end_lr=rate(self, "end_lr", end_lr),
             power=positive(self, "power", power),
-            cycle=flag(self, "cycle", cycle),
+            cycle=switch(f"{type(self).__name__}: cycle", cycle),
         )
 
 
@@ -258,9 +257,8 @@ class OneCycleLR(LRScheduler):
         total = count(self, "total_steps", total_steps, 2)
         share = positive(self, "phase_pct", phase_pct)
         rises = share * total - 1
-        if anneal_strategy not in ("cos", "linear"):
-            raise ArgumentError(f"OneCycleLR: anneal_strategy is {anneal_strategy!r}; expected 'cos' or 'linear'")
-        if not 0 < rises < ((total - 1) / 2 if flag(self, "three_phase", three_phase) else total - 1):
+        choice("OneCycleLR: anneal_strategy", anneal_strategy, ("cos", "linear"))
+        if not 0 < rises < ((total - 1) / 2 if switch("OneCycleLR: three_phase", three_phase) else total - 1):
             raise ArgumentError(
                 f"OneCycleLR: phase_pct is {phase_pct!r} of {total} steps; every phase must be longer "
                 f"than one step, and the phases no longer than the cycle"

@@ -218,12 +218,6 @@ def count(owner: Any, name: str, value: Any, low: int) -> int:
     return int(value)
 
 
-def flag(owner: Any, name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ArgumentTypeError(f"{type(owner).__name__}: {name} is {value!r}; expected True or False")
-    return value
-
-
 def listed(owner: Any, name: str, value: Any) -> list[Any]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ArgumentTypeError(f"{type(owner).__name__}: {name} is {value!r}; expected a list")

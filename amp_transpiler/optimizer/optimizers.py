@@ -10,10 +10,10 @@ from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.optimizer.base import Optimizer
 from amp_transpiler.optimizer.gradient_clip import GradientClip
-from amp_transpiler.optimizer.groups import checked_patterns, number
+from amp_transpiler.optimizer.groups import number
 from amp_transpiler.optimizer.lr import LRScheduler
 from amp_transpiler.optimizer.update_rule import Parameters
-from amp_transpiler.option_checks import switch
+from amp_transpiler.option_checks import strings, switch
 from amp_transpiler.regularizer import L1Decay, L2Decay
 
 Rate = float | LRScheduler
@@ -113,7 +113,7 @@ class Lars(Optimizer):
             weight_decay_exclude=weight_decay_exclude,
         )
         self.momentum, self.rescale_grad, self.lars_coeff, self.epsilon = momentum, rescale_grad, lars_coeff, epsilon
-        self.exclude_from_weight_decay = checked_patterns("Lars", exclude_from_weight_decay or ())
+        self.exclude_from_weight_decay = strings("Lars: exclude_from_weight_decay", exclude_from_weight_decay or ())
         self._attributes()  # raises for a value out of range
 
     def _attributes(self) -> dict[str, Any]:
@@ -185,30 +185,11 @@ class _Adaptive(Optimizer):
     Paddle keeps a pair of powers for each parameter; they are equal in all of them.
     """
 
-    def __init__(
-        self,
-        learning_rate: Rate,
-        beta1: float,
-        beta2: float,
-        epsilon: float,
-        parameter_list: Parameters,
-        weight_decay: Penalty,
-        grad_clip: GradientClip | None,
-        multi_precision: bool,
-        name: str | None,
-        weight_decay_exclude: Sequence[str],
-        lazy_mode: bool = False,
-    ) -> None:
-        super().__init__(
-            learning_rate,
-            parameter_list,
-            weight_decay,
-            grad_clip,
-            multi_precision,
-            name,
-            weight_decay_exclude=weight_decay_exclude,
-        )
-        self.lazy_mode = switch(f"{type(self).__name__}: lazy_mode", lazy_mode)
+    beta1: float
+    beta2: float
+    epsilon: float
+
+    def _set_moments(self, beta1: float, beta2: float, epsilon: float) -> None:
         self.beta1, self.beta2, self.epsilon = beta1, beta2, epsilon
         self._attributes()  # raises for a value out of range
 
@@ -253,17 +234,15 @@ class Adam(_Adaptive):
     ) -> None:
         super().__init__(
             learning_rate,
-            beta1,
-            beta2,
-            epsilon,
             parameter_list,
             weight_decay,
             grad_clip,
             multi_precision,
             name,
-            weight_decay_exclude,
-            lazy_mode,
+            weight_decay_exclude=weight_decay_exclude,
         )
+        self.lazy_mode = switch(f"{type(self).__name__}: lazy_mode", lazy_mode)
+        self._set_moments(beta1, beta2, epsilon)
 
 
 @paddle_arguments("optimizer.parameters", "optimizer.penalty", "optimizer.Adam")
@@ -297,17 +276,15 @@ class AdamW(_Adaptive):
     ) -> None:
         super().__init__(
             learning_rate,
-            beta1,
-            beta2,
-            epsilon,
             parameter_list,
             weight_decay,
             grad_clip,
             multi_precision,
             name,
-            weight_decay_exclude,
-            lazy_mode,
+            weight_decay_exclude=weight_decay_exclude,
         )
+        self.lazy_mode = switch(f"{type(self).__name__}: lazy_mode", lazy_mode)
+        self._set_moments(beta1, beta2, epsilon)
         self.apply_decay_param_fun = _choice("AdamW", "apply_decay_param_fun", apply_decay_param_fun)
         if lr_ratio is not None and not callable(lr_ratio):
             raise ArgumentTypeError(f"AdamW: lr_ratio is {lr_ratio!r}; expected a function of a parameter")
@@ -353,16 +330,14 @@ class Lamb(_Adaptive):
         self.always_adapt = switch(f"{type(self).__name__}: always_adapt", always_adapt)
         super().__init__(
             learning_rate,
-            beta1,
-            beta2,
-            epsilon,
             parameter_list,
             lamb_weight_decay,
             grad_clip,
             multi_precision,
             name,
-            weight_decay_exclude,
+            weight_decay_exclude=weight_decay_exclude,
         )
+        self._set_moments(beta1, beta2, epsilon)
         self.exclude_from_weight_decay_fn = _choice(
             "Lamb", "exclude_from_weight_decay_fn", exclude_from_weight_decay_fn
         )

@@ -17,7 +17,7 @@ from amp_transpiler.ops.training.sparse import MERGE
 from amp_transpiler.optimizer.rank_agreement import in_one_order, of_all_ranks
 from amp_transpiler.optimizer.step_pieces import made_of
 from amp_transpiler.option_checks import shown
-from amp_transpiler.passes.autodiff.sparse_gradient import append_merged
+from amp_transpiler.passes.autodiff.sparse_gradient import append_merged, replacement
 from amp_transpiler.passes.view.synchronized import synchronize
 from amp_transpiler.runtime.collective.current import several
 
@@ -35,7 +35,7 @@ def all_reduced(grads: Sequence[Variable], precision: str | None, op: str = "mea
     done = reduced_gradients(program) if op == "mean" else set()
     own = in_one_order([grad for grad in dict.fromkeys(grads) if grad not in done])
     attrs = ({} if precision is None else {"precision": precision}) | ({} if op == "mean" else {"op": op})
-    sent = {grad: _like(grad) for grad in own if grad.rows is None}
+    sent = {grad: replacement(grad, f"{grad.name}@REDUCED") for grad in own if grad.rows is None}
     whole = next((grad for grad in sent if grad.grad_of is not None and grad.grad_of.dealt is not None), None)
     if whole is not None:
         raise GradientError(
@@ -91,7 +91,7 @@ def _reduced(values: Sequence[Variable], op: str, precision: str | None) -> list
 
 def _value_reduced(value: Variable, op: str, precision: str | None) -> Variable:
     attrs = {"precision": precision or value.dtype} | ({} if op == "mean" else {"op": op})
-    new = _like(value)
+    new = replacement(value, f"{value.name}@REDUCED")
     value.program.add_operator(ALL_REDUCE, [value], [new], attrs=attrs, domain=OWN)
     return new
 
@@ -113,13 +113,6 @@ def _settle(program: Graph, precision: str) -> None:
         if op.domain == OWN and op.type in (ALL_REDUCE, ALL_GATHER, SEND) and "precision" not in op.attrs:
             op.attrs["precision"] = precision
             program.touch()
-
-
-def _like(grad: Variable) -> Variable:
-    program = grad.program
-    new = program.fresh_variable(f"{grad.name}@REDUCED", grad.dtype, grad.shape)
-    new.grad_of = grad.grad_of
-    return new
 
 
 def _rows_of_all(grad: Variable, attrs: Mapping[str, str]) -> Variable:

@@ -9,12 +9,12 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
 from amp_transpiler.ir import context
-from amp_transpiler.ir.nodes import OWN, SCALING, Variable
+from amp_transpiler.ir.nodes import SCALING, Variable
 from amp_transpiler.ir.types import LIMITS
 from amp_transpiler.ops.training.scaling import COUNT_BAD
 from amp_transpiler.optimizer.loss_scaling import append_scale_update
 from amp_transpiler.optimizer.scaler import LossScale, LossScaler
-from amp_transpiler.optimizer.state import create_state, shared_name
+from amp_transpiler.optimizer.state import append_update, create_state, shared_name
 from amp_transpiler.option_checks import is_real, is_whole
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.scope import Scope, check_scope
@@ -62,17 +62,12 @@ class ScaleState:
             append_scale_update([], found_inf, [self.scale, self.good, self.bad], attrs)
         if self.bad_in_a_row is None or self.loss_bad_in_a_row is None:
             return
-        program = found_inf.program
         counts = [self.bad_in_a_row, self.loss_bad_in_a_row, self.bad_at_floor]
-        new = [None if v is None else program.fresh_variable(f"{v.name}@NEW", v.dtype, v.shape) for v in counts]
         rule = scaler.attributes() if self.bad_at_floor is not None else {}
         attrs = {name: rule[name] for name in ("floor", "decr_every_n_nan_or_inf", "at_least") if name in rule}
         scale, bad = (self.scale, self.bad) if rule else (None, None)
         with context.operator_role(SCALING):
-            program.add_operator(COUNT_BAD, [found_inf, scale, bad, *counts, *losses], new, attrs=attrs, domain=OWN)
-        for count, value in zip(counts, new, strict=True):
-            if count is not None and value is not None:
-                program.set_update(count, value)
+            append_update(found_inf.program, COUNT_BAD, [found_inf, scale, bad, *counts, *losses], attrs)
 
     # -- in a scope ----------------------------------------------------------------------------------
     def read(self, scope: Scope | None = None) -> LossScale:

@@ -9,6 +9,7 @@ from typing import Any
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError
 from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.gc_pause import collector_paused
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import OWN, Operator, Variable
 from amp_transpiler.ir.opdef import slots_of
@@ -135,7 +136,7 @@ def follow_dealt(startup: Program, parameter: Variable, states: Sequence[Variabl
             variable.dealt = startup.var(variable.name).dealt = parameter.dealt
 
 
-def append_update(program: Program, type_: str, inputs: Sequence[Variable | None], attrs: dict[str, Any]) -> Operator:
+def append_update(program: Graph, type_: str, inputs: Sequence[Variable | None], attrs: dict[str, Any]) -> Operator:
     """An operator of the training step all of whose outputs are new values of persistable inputs, which take them."""
     slots = slots_of(type_)
     assert slots is not None

@@ -13,6 +13,7 @@ from amp_transpiler.ops.training.scaling import master_type
 from amp_transpiler.optimizer.pairs import ParamsGrads, checked_loss
 from amp_transpiler.optimizer.update_rule import UpdateRule
 from amp_transpiler.passes.autodiff.backward import listed_parameters
+from amp_transpiler.passes.view.reached import reached
 from amp_transpiler.program import Program
 
 #: One loss or several.
@@ -65,13 +66,7 @@ def summed(losses: Sequence[Variable]) -> Variable:
 
 def made_of(sources: Collection[Variable]) -> set[Variable]:
     """The variables, and all that is computed from them."""
-    found, queue = set(sources), list(sources)
-    while queue:
-        for op, _ in queue.pop().readers:
-            new = [v for v in op.outputs if v is not None and v not in found]
-            found.update(new)
-            queue += new
-    return found
+    return set(reached(sources, lambda source: (v for op, _ in source.readers for v in op.outputs)))
 
 
 def _owners(optimizers: Sequence[UpdateRule], program: Program) -> dict[Variable, UpdateRule]:

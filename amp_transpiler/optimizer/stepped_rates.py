@@ -62,33 +62,35 @@ class SteppedRate(LRScheduler):
         return self._rate
 
 
-@paddle_arguments("optimizer.stepped")
-class LambdaDecay(SteppedRate):
-    """``learning_rate * lr_lambda(step)``; ``lr_lambda`` gets a whole number, the first being 0."""
+class _ByFunction(SteppedRate):
+    """A rate that follows from factors which a function gives."""
 
     def __init__(self, learning_rate: float, lr_lambda: Callable[[int], float], last_epoch: int = -1) -> None:
         self.lr_lambda = _function(self, lr_lambda)
         super().__init__(learning_rate, last_epoch)
+
+    def _factor(self, step: int) -> float:
+        return real(self, f"lr_lambda({step})", self.lr_lambda(step), "a number")
+
+
+@paddle_arguments("optimizer.stepped")
+class LambdaDecay(_ByFunction):
+    """``learning_rate * lr_lambda(step)``; ``lr_lambda`` gets a whole number, the first being 0."""
 
     def value(self, step: int) -> float:
         """The rate of step ``step``, the first being 0."""
-        factor = real(self, f"lr_lambda({step})", self.lr_lambda(step), "a number")
-        return rate(self, f"learning_rate * lr_lambda({step})", self.base_lr * factor)
+        return rate(self, f"learning_rate * lr_lambda({step})", self.base_lr * self._factor(step))
 
 
 @paddle_arguments("optimizer.stepped")
-class MultiplicativeDecay(SteppedRate):
+class MultiplicativeDecay(_ByFunction):
     """``learning_rate * lr_lambda(1) * … * lr_lambda(step)``."""
-
-    def __init__(self, learning_rate: float, lr_lambda: Callable[[int], float], last_epoch: int = -1) -> None:
-        self.lr_lambda = _function(self, lr_lambda)
-        super().__init__(learning_rate, last_epoch)
 
     def value(self, step: int) -> float:
         """The rate of step ``step``, the first being 0."""
         found = self.base_lr
         for each in range(1, step + 1):
-            found *= real(self, f"lr_lambda({each})", self.lr_lambda(each), "a number")
+            found *= self._factor(each)
         return rate(self, f"the rate of step {step}", found)
 
 

@@ -21,7 +21,6 @@ from amp_transpiler.optimizer.groups import (
     Group,
     assigned,
     checked_clip,
-    checked_patterns,
     number,
     parsed,
     with_own_settings,
@@ -42,7 +41,7 @@ from amp_transpiler.optimizer.state import (
     shared_name,
     static_shape,
 )
-from amp_transpiler.option_checks import shown, switch
+from amp_transpiler.option_checks import shown, strings, switch
 from amp_transpiler.passes.autodiff.sparse_gradient import append_dense
 from amp_transpiler.program import Program, program_guard
 from amp_transpiler.regularizer import Decay, L1Decay, L2Decay, checked_decay
@@ -85,7 +84,7 @@ class UpdateRule:
         self.weight_decay: Decay = checked_decay(owner, weight_decay, self.penalises)
         self.grad_clip = checked_clip(owner, grad_clip)
         self.parameter_list = parameter_list
-        self.weight_decay_exclude = checked_patterns(owner, weight_decay_exclude)
+        self.weight_decay_exclude = strings(f"{owner}: weight_decay_exclude", weight_decay_exclude)
         self.multi_precision = switch(f"{owner}: multi_precision", multi_precision)
         if name is not None and not isinstance(name, str):
             raise ArgumentTypeError(f"{owner}: name is {shown(name)}; expected a string")

@@ -46,14 +46,12 @@ class Update:
     """An update output. ``refusal`` says why it is not in place ("" where it is)."""
 
     port: Port
-    name: str
-    tensor: str
     refusal: str
 
     @property
     def names(self) -> tuple[str, ...]:
         """The variables that it updates."""
-        return tuple(segment.variable for segment in self.port.segments) or (self.name,)
+        return tuple(segment.variable for segment in self.port.segments) or (self.port.variable,)
 
 
 class Step:
@@ -81,19 +79,19 @@ class Step:
                 self.copies.append((port.variable, port.tensor))
             else:
                 by_tensor.add(port.tensor)
-                self.updates.append(Update(port, port.variable, port.tensor, "the program does not read it"))
+                self.updates.append(Update(port, "the program does not read it"))
         self._prove(graph)
         self.idle: list[_Bindings] = []
 
     def _prove(self, graph: onnx.GraphProto | None) -> None:
         states = {port.variable: port.tensor for port in self.states}
-        read = [update for update in self.updates if update.name in states]
+        read = [update for update in self.updates if update.port.variable in states]
         if not place_traits(self.place.kind).in_place:
             found = [f"a kernel on {self.place!r} cannot write the buffer that it reads"] * len(read)
         elif graph is None:
             found = ["the graph that the session runs could not be read"] * len(read)
         else:
-            pairs = [(states[update.name], update.tensor) for update in read]
+            pairs = [(states[update.port.variable], update.port.tensor) for update in read]
             ends = self.session.ends if isinstance(self.session, Chain) else ()
             found = refusals(graph, pairs, inputs_within(self.states), ends)
         for update, refusal in zip(read, found, strict=True):
@@ -101,10 +99,10 @@ class Step:
 
     def resized(self, lowered: Lowered, sizes: Mapping[str, np.ndarray]) -> Step:
         """The step for what was lowered for other sizes, with the same session; ``sizes`` are fed to it besides."""
-        ports = {port.tensor: port for port in lowered.updates}
+        ports = {port.tensor: port for port in reversed(lowered.updates)}  # the first of a tensor, as above
         twin = copy(self)
         twin.feeds, twin.fetches, twin.sizes = lowered.feeds, lowered.fetches, sizes
-        twin.updates = [replace(update, port=ports[update.tensor]) for update in self.updates]
+        twin.updates = [replace(update, port=ports[update.port.tensor]) for update in self.updates]
         twin.idle = []
         return twin
 
@@ -129,30 +127,43 @@ class _Target:
     """Where an update goes. ``spare`` is the second buffer of one that is not in place."""
 
     def __init__(self, update: Update, state: State | None) -> None:
-        self.port, self.name, self.tensor, self.state = update.port, update.name, update.tensor, state
-        self.names = update.names
+        self.port, self.names, self.state = update.port, update.names, state
         self.in_place = not update.refusal
         self.bound: Any = None
         self.spare: Any = None
         self.value: Any = None
 
 
-class _Bindings:
-    """What one run at a time binds to the session of a step."""
+class Bound:
+    """What is bound to the session of a step: its states, where its updates go, and what it fetches."""
 
     def __init__(self, step: Step) -> None:
         # Before the session, so that it dies first: what it holds on a device is the session's to free.
         self.binding = step.session.io_binding()
         # Not the step itself: a circle would keep a session that was dropped until the collector comes.
-        self.session, self.place, self.program = step.session, step.place, step.program
-        self.memory, self.on_device = place_traits(step.place.kind).memory, on_device(step.place)
-        self.feeds, self.sent, self.decided = step.feeds, step.sent, step.decided
+        self.session, self.place, self.program, self.feeds = step.session, step.place, step.program, step.feeds
         self.states = States(step.states, step.place, step.program, step.startup)
         by_name = {state.name: state for state in (*self.states.flat, *self.states.all)}
-        self.targets = [_Target(update, by_name.get(update.name)) for update in step.updates]
-        by_tensor = {target.tensor: target for target in self.targets}
+        self.targets = [_Target(update, by_name.get(update.port.variable)) for update in step.updates]
+        by_tensor = {target.port.tensor: target for target in self.targets}
         self.copies = [(name, by_tensor[tensor]) for name, tensor in step.copies]
         self.fetches = [(port, by_tensor.get(port.tensor)) for port in step.fetches]
+
+    def buffer(self, target: _Target) -> Any:
+        """A buffer for the new value; None where its shape is known only after the run."""
+        if target.port.segments:
+            return empty_flat(target.port, self.place)
+        shape = static(target.port.shape) if target.state is None else target.state.bound.shape()
+        return None if shape is None else device_tensors.empty(shape, target.port.dtype, self.place)
+
+
+class _Bindings(Bound):
+    """What one run at a time binds to the session of a step."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__(step)
+        self.memory, self.on_device = place_traits(step.place.kind).memory, on_device(step.place)
+        self.sent, self.decided = step.sent, step.decided
         self.order: dict[str, int] = {}  # outputs as bound first, which is the order onnxruntime gives them in
         for name, array in (scalar_values(step.scalars, step.place) | dict(step.sizes)).items():
             self.binding.bind_ortvalue_input(name, device_tensors.from_array(array, self.place))
@@ -221,23 +232,14 @@ class _Bindings:
             if target.in_place and target.state is not None:
                 target.value = target.state.bound
                 if target.value is not target.bound:
-                    self._bind_output(target.tensor, target.value)
+                    self._bind_output(target.port.tensor, target.value)
                     target.bound = target.value
                 continue
             if target.spare is None:
-                target.spare = self._buffer(target)
+                target.spare = self.buffer(target)
             target.value = target.spare
             value = target.value.whole if target.port.segments else target.value
-            self._bind_output(target.tensor, value)
-
-    def _buffer(self, target: _Target) -> Any:
-        """A buffer for the new value; None where its shape is known only after the run."""
-        if target.port.segments:
-            return empty_flat(target.port, self.place)
-        if target.state is not None:
-            return device_tensors.empty(target.state.bound.shape(), target.port.dtype, self.place)
-        shape = static(target.port.shape)
-        return None if shape is None else device_tensors.empty(shape, target.port.dtype, self.place)
+            self._bind_output(target.port.tensor, value)
 
     def _commit(self, scope: Scope) -> None:
         """The step is done: let the scope hold the new values."""
@@ -248,7 +250,7 @@ class _Bindings:
                 continue
             if target.value is None:
                 made = made or self.binding.get_outputs()
-                target.value = device_tensors.copy_to(made[self.order[target.tensor]], self.place)
+                target.value = device_tensors.copy_to(made[self.order[target.port.tensor]], self.place)
             target.spare = None
             if target.port.segments and target.state is not None:
                 target.spare, target.state.flat = target.state.flat, target.value
@@ -256,7 +258,7 @@ class _Bindings:
                 continue
             if target.state is not None:
                 target.spare, target.state.checked = target.state.bound, target.value
-            new[target.name] = target.value
+            new[target.port.variable] = target.value
         new |= {name: device_tensors.copy_to(target.value, self.place) for name, target in self.copies}
         if new:  # a run that writes nothing must not wait for others that write nothing
             scope.hold(new)
@@ -318,7 +320,7 @@ class PlainStep:
         self.feeds, self.fetches, self.scalars = lowered.feeds, lowered.fetches, lowered.scalars
         self.states = States(lowered.states, place, program, startup)
         why = "the program feeds or fetches what is no tensor of numbers"
-        self.updates = [Update(port, port.variable, port.tensor, why) for port in lowered.updates]
+        self.updates = [Update(port, why) for port in lowered.updates]
 
     def run(self, scope: Scope, feeds: Mapping[str, Any], return_numpy: bool) -> list[Any]:
         """Run once; results are arrays and Python objects, also without ``return_numpy``."""
@@ -337,10 +339,9 @@ class PlainStep:
                     f"onnxruntime failed while it ran program '{self.program}': {failure(error)}"
                 ) from None
         count = len(self.fetches)
-        if self.updates:
-            for update, array in zip(self.updates, results[count:], strict=True):
-                value = device_tensors.from_array(array, self.place)
-                scope.hold(flat_over(update.port, value).held() if update.port.segments else {update.name: value})
+        for update, array in zip(self.updates, results[count:], strict=True):
+            port, value = update.port, device_tensors.from_array(array, self.place)
+            scope.hold(flat_over(port, value).held() if port.segments else {port.variable: value})
         fetched = zip(self.fetches, results[:count], strict=True)
         return [as_declared(port, result, self.place, True) for port, result in fetched]
 

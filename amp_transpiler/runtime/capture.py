@@ -28,12 +28,10 @@ from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.opdef import exchange_of, traits_of
 from amp_transpiler.passes.lowering.lowered import Lowered, Port
 from amp_transpiler.runtime import device_tensors
-from amp_transpiler.runtime.binding import Step, Update, failure, half_done, needs_plain
+from amp_transpiler.runtime.binding import Bound, Step, failure, half_done, needs_plain
 from amp_transpiler.runtime.budget import watched
-from amp_transpiler.runtime.flat_values import FlatValue, empty_flat
 from amp_transpiler.runtime.locks import DEVICES
 from amp_transpiler.runtime.scope import Scope
-from amp_transpiler.runtime.states import State, States
 
 #: The run option that numbers a graph.
 GRAPH_ID = "gpu_graph_id"
@@ -96,31 +94,14 @@ class CapturedStep(Step):
                 raise
 
 
-class _Target:
-    """An update, and the value that the graph writes."""
-
-    def __init__(self, update: Update, state: State | None) -> None:
-        self.port, self.tensor, self.names, self.state = update.port, update.tensor, update.names, state
-        self.in_place = not update.refusal
-        self.flat: FlatValue | None = None
-        self.value: Any = None
-
-
-class _Graph:
+class _Graph(Bound):
     """What one captured graph is bound to, for one scope and one thread."""
 
     def __init__(self, step: CapturedStep, number: int) -> None:
-        self.session, self.place, self.program, self.number = step.session, step.place, step.program, number
-        self.binding = step.session.io_binding()
-        self.states = States(step.states, step.place, step.program, step.startup)
-        by_name = {state.name: state for state in (*self.states.flat, *self.states.all)}
-        self.targets = [_Target(update, by_name.get(update.name)) for update in step.updates]
-        by_tensor = {target.tensor: target for target in self.targets}
-        self.copies = [(name, by_tensor[tensor]) for name, tensor in step.copies]
-        self.feeds, self.fed = step.feeds, dict[str, Any]()
-        self.fetches = [(port, by_tensor.get(port.tensor)) for port in step.fetches]
+        super().__init__(step)
+        self.number, self.captured = number, False
+        self.fed: dict[str, Any] = {}
         self.fetched: dict[str, Any] = {}
-        self.captured = False
         for name in step.scalars:
             self.binding.bind_ortvalue_input(name, device_tensors.from_array(np.zeros((), np.float32), self.place))
 
@@ -183,17 +164,12 @@ class _Graph:
 
     def _bind_outputs(self) -> None:
         for target in self.targets:
-            port, state = target.port, target.state
-            if target.in_place and state is not None:
-                target.flat, target.value = state.flat, state.bound
-            elif port.segments:
-                target.flat = empty_flat(port, self.place)
-                target.value = target.flat.whole
+            if target.in_place and target.state is not None:
+                target.value = target.state.bound
             else:
-                shape = static(port.shape) if state is None else state.bound.shape()
-                assert shape is not None  # as check_capturable found
-                target.value = device_tensors.empty(shape, port.dtype, self.place)
-            self.binding.bind_ortvalue_output(target.tensor, target.value)
+                target.spare = self.buffer(target)  # of a known shape, as check_capturable found
+                target.value = target.spare.whole if target.port.segments else target.spare
+            self.binding.bind_ortvalue_output(target.port.tensor, target.value)
         for port, made in self.fetches:
             if made is None:
                 shape = static(port.shape)
@@ -226,7 +202,7 @@ class _Graph:
         new: dict[str, Any] = {}
         for target in self.targets:
             if target.state is None:
-                new |= target.flat.held() if target.flat is not None else {target.port.variable: target.value}
+                new |= target.spare.held() if target.port.segments else {target.port.variable: target.value}
             elif not target.in_place:
                 target.state.bound.update_inplace(target.value)
         new |= {name: device_tensors.copy_to(target.value, self.place) for name, target in self.copies}

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from amp_transpiler.errors import ArgumentError, ArgumentTypeError, PrecisionError, ScopeError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, PrecisionError
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import FLOATS, HALF
 from amp_transpiler.lists.paddle import paddle_arguments
@@ -17,6 +17,7 @@ from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.heap import trim
 from amp_transpiler.runtime.missing import require
 from amp_transpiler.runtime.scope import Scope, check_scope
+from amp_transpiler.runtime.states import not_in_scope
 from amp_transpiler.spelling import near_names
 
 
@@ -69,10 +70,7 @@ def _rounded(variable: Variable, scope: Scope) -> np.ndarray | None:
     """The value in the variable's type; None where it has it already."""
     value: Any = scope.ort_values.get(variable.name)
     if value is None:
-        raise ScopeError(
-            f"variable '{variable.name}' of program '{variable.program.name}' is not in the scope; run its startup "
-            "program first, into this scope"
-        )
+        raise not_in_scope(f"variable '{variable.name}'", variable.program.name)
     found = device_tensors.dtype_of(value)
     if found == variable.dtype:
         return None

@@ -107,7 +107,7 @@ def write(value: Any, content: Any) -> None:
         packed = dtype in _PACKED
         content = np.asarray(content, order="C")
         if takes_arrays(value) and not packed:
-            value.update_inplace(_plain(content))
+            value.update_inplace(plain(content))
             return
         content = alias(content, dtype)
     copy(content, value)
@@ -210,7 +210,7 @@ def rounded(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
     return result
 
 
-def _plain(array: np.ndarray) -> np.ndarray:
+def plain(array: np.ndarray) -> np.ndarray:
     """The same bytes with an element type that onnxruntime's copy accepts."""
     return array.view(_BITS[array.dtype.itemsize]) if _foreign(array.dtype) else array
 

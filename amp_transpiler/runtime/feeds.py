@@ -13,6 +13,7 @@ from amp_transpiler.ir.adjacency import predecessors
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Shape, Variable
 from amp_transpiler.ir.types import element_type, numpy_dtype
+from amp_transpiler.passes.view.reached import reached
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.scope import literal
 from amp_transpiler.spelling import near_names
@@ -209,15 +210,7 @@ def _holds_arrays(value: Any) -> bool:
 
 def _needed_inputs(program: Graph, targets: Iterable[Variable]) -> set[int]:
     """Keys of the inputs that the targets depend on; one walk backwards."""
-    read = predecessors(program.graph)
-    seen: set[int] = set()
-    stack = [v.key for v in targets]
-    while stack:
-        key = stack.pop()
-        if key not in seen:
-            seen.add(key)
-            stack.extend(read[key])
-    return seen
+    return set(reached([v.key for v in targets], predecessors(program.graph).__getitem__))
 
 
 def _text(shape: Sequence[Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError, ScopeError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError
 from amp_transpiler.ir.decompose import write_out
 from amp_transpiler.ir.nodes import OWN, Variable
 from amp_transpiler.lists.paddle import paddle_arguments
@@ -18,6 +18,7 @@ from amp_transpiler.runtime.executor import Executor
 from amp_transpiler.runtime.given_executor import given_executor
 from amp_transpiler.runtime.plan import names_of
 from amp_transpiler.runtime.scope import Scope, check_scope
+from amp_transpiler.runtime.states import not_in_scope
 
 Variables = Sequence[Variable | str]
 
@@ -56,13 +57,9 @@ def save_inference_model(
         program = program_of(first) if isinstance(first, Variable) else default_main_program()
     scope = check_scope(scope)
     served = pruned(program, feeds, fetches)
-    missing = [v.name for v in served.variables if v.persistable and v.producer is None and not scope.has_var(v.name)]
-    if missing:
-        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise ScopeError(
-            f"parameter '{missing[0]}'{more} of program '{program.name}' is not in the scope; run its startup program "
-            "first, into this scope"
-        )
+    lacking = [v.name for v in served.variables if v.persistable and v.producer is None and not scope.has_var(v.name)]
+    if lacking:
+        raise not_in_scope(f"parameter '{lacking[0]}'", program.name, len(lacking))
     served.to_onnx(path, scope=scope)
 
 

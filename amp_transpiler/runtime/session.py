@@ -26,7 +26,7 @@ from amp_transpiler.ir.control import every_node
 from amp_transpiler.ir.types import NAMES, numpy_dtype
 from amp_transpiler.lists import place_traits
 from amp_transpiler.ops.row_sums import races
-from amp_transpiler.option_checks import is_whole, switch
+from amp_transpiler.option_checks import choice, is_whole, switch
 from amp_transpiler.passes.lowering.arena import FIRST_REGION, LARGEST_REGION, REGION, WASTE
 from amp_transpiler.passes.lowering.exchanges import Exchanged, by_itself, has_exchanges, taken_apart
 from amp_transpiler.passes.lowering.parts import Parts, cuts
@@ -67,10 +67,7 @@ class Settings:
     stream: int = 0  # on which the caller wants it to compute; 0: one of its own
 
     def __post_init__(self) -> None:
-        if not isinstance(self.optimization_level, str) or self.optimization_level not in _LEVELS:
-            raise ArgumentError(
-                f"optimization_level is one of {', '.join(map(repr, _LEVELS))}; got {self.optimization_level!r}"
-            )
+        choice("optimization_level", self.optimization_level, _LEVELS)
         for name in ("tf32", "allow_cpu_fallback", "cuda_graph"):
             switch(name, getattr(self, name))
         if self.threads is not None and not is_whole(self.threads):

@@ -80,7 +80,9 @@ class States:
         """The state's value wherever it lies, found to fit; ScopeError where it is missing or does not."""
         value = scope.ort_values.get(state.name)
         if value is None:
-            raise ScopeError(self._missing(scope, state))
+            names = {s.name for each in (*self.all, *self.flat) for s in each.parts or (each,)}
+            count = len(names - scope.ort_values.keys())
+            raise not_in_scope(f"variable '{state.name}'", self.program, count, self.startup)
         found, wanted = device_tensors.dtype_of(value), state.port.dtype
         if found != wanted:
             raise ScopeError(type_message(state.name, self.program, found, wanted))
@@ -92,25 +94,21 @@ class States:
             )
         return value
 
-    def _missing(self, scope: Scope, state: State) -> str:
-        names = {s.name for each in (*self.all, *self.flat) for s in each.parts or (each,)}
-        count = len(names - scope.ort_values.keys())
-        more = f" (and {count - 1} more of its variables)" if count > 1 else ""
-        startup = f"startup program '{self.startup}'" if self.startup else "startup program"
-        return (
-            f"variable '{state.name}'{more} of program '{self.program}' is not in the scope; run its {startup} first, "
-            "into this scope"
-        )
+
+def not_in_scope(what: str, program: str, count: int = 1, startup: str = "") -> ScopeError:
+    """The error of a variable that the scope lacks, and with it ``count`` of the program's altogether."""
+    more = f" (and {count - 1} more of its variables)" if count > 1 else ""
+    first = f"startup program '{startup}'" if startup else "startup program"
+    return ScopeError(
+        f"{what}{more} of program '{program}' is not in the scope; run its {first} first, into this scope"
+    )
 
 
 def fetched_state(variable: Variable, scope: Scope, place: Place, as_array: bool) -> Any:
     """A copy of a variable's value in the element type that it was declared with: an array, or a value on a place."""
     value = scope.ort_values.get(variable.name)
     if value is None:
-        raise ScopeError(
-            f"the fetched variable '{variable.name}' of program '{variable.program.name}' is not in the scope; run its "
-            "startup program first, into this scope"
-        )
+        raise not_in_scope(f"the fetched variable '{variable.name}'", variable.program.name)
     declared = variable.declared or device_tensors.dtype_of(value)
     if declared != device_tensors.dtype_of(value):
         array = device_tensors.to_array(value).astype(numpy_dtype(declared))

@@ -56,7 +56,8 @@ def _reduced(e: Emitter, value: Value, precision: str, op: str | None) -> Value:
     return remaining(e, made, op or "mean") if precision in HALF and op != "max" else made
 
 
-def _gathered_types(op: Operator) -> Types:
+def types_of_ranks(op: Operator) -> Types:
+    """What several ranks bring, one behind the other, is of the type of what this rank brings."""
     return [None if v is None else (v.dtype, of_ranks(op, v.shape)) for v in op.inputs]
 
 
@@ -70,7 +71,7 @@ def room_of(op: Operator, count: int) -> int:
     return max(count, int(op.metadata.get(ROOM, 0)))
 
 
-@lowering_rule(own(ALL_GATHER), native=True, infer=_gathered_types)
+@lowering_rule(own(ALL_GATHER), native=True, infer=types_of_ranks)
 def all_gather_rows(e: Emitter, op: Operator, rows: Value, values: Value) -> Sequence[Value]:
     """Every rank brings as many rows: one that has fewer than another repeats its last one, with values of zero."""
     _, grad = op.inputs

@@ -18,10 +18,10 @@ from amp_transpiler.errors import FeedError
 from amp_transpiler.ir.dealt_rows import spare_row
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.exchange_call import Ranks
-from amp_transpiler.ir.nodes import Operator, Types
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import lowering_rule, own
 from amp_transpiler.ops.common import size_of, sliced
-from amp_transpiler.ops.training.all_reduce import of_ranks, room_of
+from amp_transpiler.ops.training.all_reduce import room_of, types_of_ranks
 from amp_transpiler.ops.training.exchange import exchange, exchanged
 from amp_transpiler.ops.training.sparse import named_rows, numbered, picked
 
@@ -78,11 +78,7 @@ def _answer(ranks: Ranks, sent: Sequence[Any], received: Sequence[Any], attrs: A
         received[0][place] = part
 
 
-def _send_types(op: Operator) -> Types:
-    return [None if v is None else (v.dtype, of_ranks(op, v.shape)) for v in op.inputs]
-
-
-@lowering_rule(own(SEND), native=True, infer=_send_types)
+@lowering_rule(own(SEND), native=True, infer=types_of_ranks)
 def send_rows(e: Emitter, op: Operator, rows: Value, values: Value) -> Sequence[Value]:
     """``size``: the rows of the whole table. ``precision``: the element type in which the values travel."""
     ranks, precision = int(op.attrs["ranks"]), str(op.attrs.get("precision") or values.dtype)

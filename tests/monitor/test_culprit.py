@@ -13,9 +13,10 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, FeedError, ModelFileError
 from amp_transpiler.monitor.culprit import called
-from amp_transpiler.monitor.finiteness_probes import PROBES, floats, operators_of, with_probes
+from amp_transpiler.monitor.finiteness_probes import PROBES, floats, with_probes
 from amp_transpiler.monitor.rerun import Rerun
 from amp_transpiler.nn import functional as F
+from amp_transpiler.passes.lowering.lowered import needed
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.passes.view.training_step import training_step
 from tests.helpers import programs
@@ -193,7 +194,7 @@ def test_taps_change_no_bit(name: str, mode: str) -> None:
     step.executor = amp.Executor(amp.CPUPlace(), threads=1, optimization_level="basic")
     parts = training_step(step.main)
     gradients = [gradient.name for _, gradient in parts.gradients]
-    made = floats([v for op in operators_of(step.main, parts.tested) for v in op.outputs])
+    made = floats([v for op in needed(step.main, parts.tested) for v in op.outputs])
     rerun = Rerun(step.feeds, step.scope, step.executor, None)
     without = step.values(step.main, gradients)
     probed = rerun.run(with_probes(step.main, made), [PROBES, *gradients])[1:]
@@ -205,7 +206,7 @@ def test_taps_change_no_bit(name: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["amp", "pure-fp16"])
 def test_taps_run_on_cuda(name: str, mode: str) -> None:
     net = programs.build(name, mode)
-    order = operators_of(net.main, training_step(net.main).tested)
+    order = needed(net.main, training_step(net.main).tested)
     copy = with_probes(net.main, floats([v for op in order for v in op.outputs]))
     lowered = lower(copy, "cuda", {k: v.shape for k, v in net.feeds.items()}, [copy.var(PROBES)], updates=False)
     assert not without_cuda_kernel(lowered.model)

@@ -100,7 +100,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "reduction": (
         lambda: F.cross_entropy(rows(), ids(), reduction="avg"),
-        r"reduction='avg'; known are mean, sum, none",
+        r"reduction is 'avg'; expected one of mean, sum, none",
     ),
     "mse shapes": (lambda: F.mse_loss(rows(), nn.data("y", [None, 1])), r"mse_loss: .* must have one shape"),
     "accuracy k": (lambda: F.accuracy(rows(), ids(), k=5), r"k=5, but 'rows' .* has 4 classes"),

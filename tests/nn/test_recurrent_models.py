@@ -173,7 +173,7 @@ def test_layers_are_what_numpy_computes(layer: str, count: int) -> None:
 def test_layers_refuse_what_does_not_fit() -> None:
     with amp.program_guard(amp.Program(), amp.Program()):
         x = amp.data("x", [4, 12, 6], "float32")
-        with pytest.raises(ArgumentError, match=r"direction='both'.*bidirectional"):
+        with pytest.raises(ArgumentError, match=r"direction is 'both'.*bidirectional"):
             amp.nn.lstm(x, 8, direction="both")
         with pytest.raises(ArgumentError, match=r"must be \[2, batch, 8\]"):
             amp.nn.gru(x, 8, direction="bidirectional", initial_states=amp.data("h", [1, 4, 8], "float32"))

@@ -49,6 +49,18 @@ def test_one_operator(type_: str, inputs: list[Any], attrs: dict[str, Any], outp
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-5)
 
 
+def test_attention_with_a_scale_needs_no_fixed_head_size() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
+    net (float[2,5,D] q, float[2,7,D] k, float[2,7,D] v) => (float[2,5,D] y)
+    { y = com.microsoft.MultiHeadAttention <num_heads = 2, scale = 0.5> (q, k, v) }"""
+    rng = np.random.default_rng(0)
+    feeds = {name: rng.standard_normal((2, n, 8)).astype(np.float32) for name, n in (("q", 5), ("k", 7), ("v", 7))}
+    program = taken_apart(model := onnx.parser.parse_model(text))
+    assert not [op for op in program.operators if op.domain]
+    wanted, found = (run(each, feeds, "DISABLE_ALL")[0] for each in (model, program.to_onnx()))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=2e-5)
+
+
 def test_a_user_s_own_rule_keeps_the_operator_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     from amp_transpiler.ir import opdef
 

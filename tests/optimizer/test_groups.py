@@ -184,6 +184,8 @@ def test_exclusion_patterns_are_checked() -> None:
         optim.SGD(0.1, weight_decay_exclude="*.b_0")
     with pytest.raises(ArgumentTypeError, match="weight_decay_exclude"):
         optim.SGD(0.1, weight_decay_exclude=[3])  # type: ignore[list-item]
+    with pytest.raises(ArgumentTypeError, match="Lars: exclude_from_weight_decay is 'p0'"):
+        optim.Lars(0.1, exclude_from_weight_decay="p0")
     with pytest.raises(ArgumentError, match=r"weight_decay_exclude: pattern '\*.bias' matches no parameter"):
         Net(optim.AdamW(0.1, weight_decay_exclude=["*.bias"]))
 

@@ -229,7 +229,7 @@ def test_training_step_in_any_node_order(seed: int, update: str, level: str, pla
     rng = np.random.default_rng(seed)
     source = parser.parse_model(SGD.replace("UPDATE", update))
     step = agrees(shuffled(source, rng), STATES, rng, level, place)
-    refused = {u.name: u.refusal for u in step.updates}
+    refused = {u.port.variable: u.refusal for u in step.updates}
     if update is GATED:
         assert refused == {"w": "", "v": ""}  # found_inf makes every reader an ancestor of every update
     else:

@@ -59,3 +59,10 @@ def _appended(
     op = program.add_operator(type_, inputs, [rows, values], attrs=attrs, domain=OWN)
     declare_outputs(op)
     return values
+
+
+def replacement(grad: Variable, name: str, dtype: str | None = None) -> Variable:
+    """A variable to take the place of a gradient, sparse or not, in its element type or another."""
+    new = grad.program.fresh_variable(name, dtype or grad.dtype, grad.shape)
+    new.grad_of, new.rows = grad.grad_of, grad.rows
+    return new

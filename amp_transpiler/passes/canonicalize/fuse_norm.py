@@ -32,6 +32,7 @@ from amp_transpiler.passes.canonicalize.matching import (
 from amp_transpiler.passes.pipeline import Context, Pass
 from amp_transpiler.passes.view.constants import constant_content
 from amp_transpiler.passes.view.of_type import of_type
+from amp_transpiler.passes.view.reached import reached
 
 #: What takes a mean; the second one over all dimensions but two.
 MEANS = ("ReduceMean", "GlobalAveragePool")
@@ -84,13 +85,9 @@ def _protected(norm: _Norm, names: frozenset[str], keep: frozenset[Operator]) ->
     """Whether an operator of the norm has to stay, or a variable inside it."""
     if not names and not keep:
         return False
-    pending, seen = [norm.last], {norm.last}
-    while pending:
-        op = pending.pop()
-        read = [v.producer for v in op.inputs if v is not None and v not in (norm.x, *norm.weights)]
-        pending += [maker for maker in dict.fromkeys(read) if maker is not None and maker not in seen]
-        seen.update(pending)
-    return bool(keep & seen) or any(v is not None and v.name in names for op in seen for v in op.outputs)
+    ends = (norm.x, *norm.weights)
+    inside = set(reached([norm.last], lambda op: (v.producer for v in op.inputs if v is not None and v not in ends)))
+    return bool(keep & inside) or any(v is not None and v.name in names for op in inside for v in op.outputs)
 
 
 def _fuse(norm: _Norm) -> None:

@@ -23,6 +23,7 @@ from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.passes.canonicalize.matching import factor, maker, only_reader, remove
 from amp_transpiler.passes.canonicalize.rotary_parts import Joined, Part, joined, negated, part_of, repeats
 from amp_transpiler.passes.view.of_type import of_type
+from amp_transpiler.passes.view.reached import reached
 
 TYPE = "RotaryEmbedding"
 _STANDS_FOR = "Mul Add Concat Neg Sub"
@@ -116,16 +117,12 @@ def _of_part(variable: Variable | None) -> tuple[Part, Variable] | None:
 
 def _fixed(variable: Variable) -> bool:
     """Whether no parameter is behind its numbers, and nothing fed that may have a gradient."""
-    pending, seen = [variable], {variable}
-    while pending:
-        at = pending.pop()
-        if at.is_parameter or (at.is_input and not at.stop_gradient):
-            return False
-        read: Iterable[Variable | None] = () if at.producer is None else (*at.producer.inputs, *at.producer.captures)
-        new = [v for v in read if v is not None and v not in seen and v.dtype in FLOATS]
-        seen.update(new)
-        pending += new
-    return True
+
+    def behind(at: Variable) -> Iterable[Variable]:
+        read = () if at.producer is None else (*at.producer.inputs, *at.producer.captures)
+        return (v for v in read if v is not None and v.dtype in FLOATS)
+
+    return not any(v.is_parameter or (v.is_input and not v.stop_gradient) for v in reached([variable], behind))
 
 
 def _layout(turn: _Turn) -> _Layout | None:

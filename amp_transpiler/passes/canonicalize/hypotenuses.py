@@ -8,7 +8,7 @@ logarithm reads the root, the digits of its smallest values count, which 16 bit 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from amp_transpiler.ir.opdef import moves
 from amp_transpiler.passes.canonicalize.matching import added_number, remove, squares
 from amp_transpiler.passes.canonicalize.opset import add_operator
 from amp_transpiler.passes.view.of_type import of_type
+from amp_transpiler.passes.view.reached import reached
 
 #: The least root of an epsilon: eight steps of float16's smallest numbers, to one of which it is rounded.
 _LEAST = 2.0**-21
@@ -87,17 +88,12 @@ def _under(root: Operator, outputs: set[Variable], names: frozenset[str], keep: 
 
 def _counts(root: Variable) -> bool:
     """Whether the digits of a small root count in what follows, moved about or not."""
-    pending, seen = [root], {root}
-    while pending:
-        variable = pending.pop()
-        for op, slot in variable.readers:
-            if isinstance(slot, str) or op.type in _DELICATE:
-                return True
-            if moves(op, slot):
-                new = [v for v in op.outputs if v is not None and v not in seen]
-                pending += new
-                seen.update(new)
-    return False
+
+    def moved(at: Variable) -> Iterable[Variable | None]:
+        return (v for op, slot in at.readers if isinstance(slot, int) and moves(op, slot) for v in op.outputs)
+
+    readers = (use for v in reached([root], moved) for use in v.readers)
+    return any(isinstance(slot, str) or op.type in _DELICATE for op, slot in readers)
 
 
 def _write(root: Operator, made: Variable, found: _Root) -> None:

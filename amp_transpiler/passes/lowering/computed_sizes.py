@@ -24,6 +24,7 @@ from amp_transpiler.ir.nodes import Operator, Shape
 from amp_transpiler.ir.types import NAMES, ONNX_TYPES
 from amp_transpiler.passes.lowering.lowered import Lowered, Port, Row, row
 from amp_transpiler.passes.lowering.open_sizes import OpenModel, Sized
+from amp_transpiler.passes.view.reached import reached
 
 #: Powers of a size that a number may be a multiple of: a mean divides by it, a scaled product by its root.
 _POWERS = (-1.0, 1.0, -0.5, 0.5)
@@ -292,13 +293,8 @@ def _decided_first(rows: Sequence[Row], decided: Sequence[str]) -> list[Row]:
     maker = {name: place for place, each in enumerate(rows) for name in each.makes}
     first: dict[int, None] = {}
     for tensor in decided:
-        needed, pending = set[int](), [maker[tensor]]
-        while pending:
-            place = pending.pop()
-            if place not in first and place not in needed:
-                needed.add(place)
-                pending += [maker[name] for name in rows[place].reads if name in maker]
-        first |= dict.fromkeys(sorted(needed))
+        needed = reached([maker[tensor]], lambda place: (maker.get(name) for name in rows[place].reads))
+        first |= dict.fromkeys(sorted(set(needed)))
     return [rows[place] for place in (*first, *(place for place in range(len(rows)) if place not in first))]
 
 

@@ -10,7 +10,7 @@ that is lost is noted.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,7 @@ from amp_transpiler.passes.numerics.overflow_propagation import BEYOND, MAY_OVER
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import source
+from amp_transpiler.passes.view.reached import reached
 from amp_transpiler.passes.view.typing import Obstacle, is_float, narrowed, programs
 
 #: Relative error (L2) from which on rounding loses a factor.
@@ -244,17 +245,13 @@ class _RoundingLoss:
 
     def _roles(self, variable: Variable) -> set[str]:
         """As what the constant is read, moved about before or not."""
-        roles: set[str] = set()
-        pending, seen = [variable], {variable}
-        while pending:
-            for op, slot in self.flow.uses.get(pending.pop(), ()):
-                if not moves(op, slot):
-                    roles.add(_role(op, slot))
-                    continue
-                new = [source(v) for v in op.outputs if v is not None and source(v) not in seen]
-                pending += new
-                seen.update(new)
-        return roles
+        uses = self.flow.uses
+
+        def moved(at: Variable) -> Iterable[Variable]:
+            return (source(v) for op, slot in uses.get(at, ()) if moves(op, slot) for v in op.outputs if v is not None)
+
+        read = (use for at in reached([variable], moved) for use in uses.get(at, ()))
+        return {_role(op, slot) for op, slot in read if not moves(op, slot)}
 
 
 def _role(op: Operator, slot: int) -> str:
