@@ -350,4 +350,7 @@ def _thresholded_relu_range(op: Operator, ranges: Ranges) -> Interval | None:
 @range_rule("PRelu")
 def _prelu_range(op: Operator, ranges: Ranges) -> Interval | None:
     found, slope = ranges.bound(op.input(0)), ranges.bound(op.input(1))
-    return hull([product(found, slope), found, (0.0, 0.0)]) if found and slope else None
+    if not found or not slope:
+        return None
+    below = min(found[0], 0.0), min(found[1], 0.0)
+    return hull([product(below, slope), (max(found[0], 0.0), max(found[1], 0.0))])

@@ -6,10 +6,12 @@ import math
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 
-from amp_transpiler.errors import GradientError
+import amp_transpiler as amp
+from amp_transpiler.errors import ExecutionError, GradientError
 from tests.helpers.forwardcheck import check_forward
 from tests.helpers.gradcheck import check_gradient, few, gradient_model, gradient_values, seeds
 from tests.helpers.rules import run_cpu
@@ -343,10 +345,34 @@ def test_loss(
         check_forward(type_, inputs, attrs=attrs, feeds=[1], outputs=2, half=half)
 
 
+#: Of the first row a class is masked out with -inf, of the second every one; both are ignored.
+MASKED = np.array([[-np.inf, 1.0, 2.0], [-np.inf] * 3, [0.5, 1.0, -1.0]])
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the unselected branch
 def test_loss_ignores_rows_with_masked_classes() -> None:
-    """A class masked out with -inf in an ignored row adds nothing, and no NaN."""
-    scores = np.array([[-np.inf, 1.0, 2.0], [0.5, 1.0, -1.0]])
-    (dx,) = gradient_values("SoftmaxCrossEntropyLoss", [scores, np.array([-1, 1])], ignore_index=-1)
-    np.testing.assert_array_equal(dx[0], 0)
-    assert np.isfinite(dx).all() and dx[1, 1] < 0
+    """They add nothing, and no NaN."""
+    (dx,) = gradient_values("SoftmaxCrossEntropyLoss", [MASKED, np.array([-1, -1, 1])], ignore_index=-1)
+    np.testing.assert_array_equal(dx[:2], 0)
+    assert np.isfinite(dx).all() and dx[2, 1] < 0
+
+
+#: The loss of three rows, -1 ignored.
+IGNORING = """<ir_version: 10, opset_import: ["" : 21]> m (float[3,3] x, int64[3] label) => (float loss)
+  { loss = SoftmaxCrossEntropyLoss<ignore_index = -1>(x, label) }"""
+
+
+def test_ignored_rows_with_masked_classes_have_no_loss() -> None:
+    program = amp.Program.from_onnx(onnx.parser.parse_model(IGNORING))
+    feed = {"x": MASKED.astype(np.float32), "label": np.array([-1, -1, 1])}
+    (loss,) = amp.Executor(threads=1).run(program, feed=feed, fetch_list=["loss"])
+    assert loss == pytest.approx(np.log(np.exp(MASKED[2]).sum()) - MASKED[2, 1])
+
+
+@pytest.mark.parametrize("label", [-2, 3])
+def test_a_label_of_no_class_is_an_error(label: int) -> None:
+    """onnxruntime by itself counts -2 from the last class."""
+    program = amp.Program.from_onnx(onnx.parser.parse_model(IGNORING))
+    feed = {"x": np.zeros((3, 3), np.float32), "label": np.array([0, -1, label])}
+    with pytest.raises(ExecutionError, match="label or index is below 0"):
+        amp.Executor(threads=1).run(program, feed=feed, fetch_list=["loss"])

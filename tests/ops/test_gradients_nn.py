@@ -154,6 +154,17 @@ def test_every_form_of_one_position_agrees(window: Sliding, seed: int) -> None:
     _agree(OF_ONE_POSITION, one, seed, (3, 2), 1)
 
 
+@pytest.mark.parametrize(("channels", "side", "form"), [(16, 14, "by_images"), (512, 2, "by_one_gemm")])
+def test_products_of_images_are_added_up_where_images_are_larger(
+    monkeypatch: pytest.MonkeyPatch, channels: int, side: int, form: str
+) -> None:
+    for name in ("by_images", "by_one_gemm"):
+        monkeypatch.setattr(kernel_gradient, name, lambda *_, name=name: name)
+    window = Window((1, 1), (1, 1), (1, 1), (0, 0), (side, side), (side, side))
+    x, dy = (Value(name, "float32", (8, channels, side, side)) for name in ("x", "dy"))
+    assert kernel_gradient.weight_gradient(Emitter("cpu"), x, dy, window, 1) == form
+
+
 @pytest.mark.parametrize("rank", [2, 3])
 @few
 @given(data=st.data(), seed=seeds, channels=st.integers(1, 2), outputs=st.integers(1, 2), group=st.integers(1, 3))

@@ -7,8 +7,10 @@ import onnx
 import pytest
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ops import kernel_gradient
 from amp_transpiler.ops.gpu_kernels import product_of_rows
 from amp_transpiler.ops.norm_parts import correlation
+from amp_transpiler.ops.window import Window
 from tests.helpers.gradcheck import check_gradient, gradient_model
 from tests.helpers.rules import as_model, run_cpu, tensor_info
 
@@ -34,6 +36,36 @@ def test_how_the_gradient_of_weights_is_computed(size, kernel, attrs, form) -> N
     kinds = [node.op_type for node in model.graph.node]
     assert [kind for kind in ("Conv", "Gather") if kind in kinds] == [form] * (form != "Gemm")
     assert ({"Gemm", "FusedMatMul"} & set(kinds) != set()) == (form != "Conv")
+
+
+@pytest.mark.parametrize(
+    ("images", "channels", "outputs", "kernel", "side", "group", "form"),
+    [
+        (64, 96, 96, (7, 7), 56, 96, "by_axis"),
+        (64, 96, 96, (3, 4), 56, 96, "by_axis"),  # 0.65 of the elements
+        (64, 96, 96, (3, 3), 56, 96, "by_gathering"),  # 0.73 of them: not less by far
+        (1, 96, 96, (7, 7), 14, 96, "by_gathering"),  # nor where these are few
+        (8, 64, 3, (9, 9), 96, 1, "by_axis_of_all"),
+        (8, 3, 64, (9, 9), 96, 1, "by_gathering"),
+        (64, 64, 3, (9, 9), 256, 1, "by_gathering"),  # too much at once
+    ],
+)
+def test_what_windows_read_is_gathered_along_axes_where_that_is_less(
+    monkeypatch: pytest.MonkeyPatch,
+    images: int,
+    channels: int,
+    outputs: int,
+    kernel: tuple[int, int],
+    side: int,
+    group: int,
+    form: str,
+) -> None:
+    for name in ("by_axis", "by_axis_of_all", "by_gathering"):
+        monkeypatch.setattr(kernel_gradient, name, lambda *_, name=name: name)
+    source = tuple(side + taps - 1 for taps in kernel)
+    window = Window(kernel, (1, 1), (1, 1), (0, 0), source, (side, side))
+    x, dy = (Value("x", "float16", (images, channels, *source)), Value("dy", "float16", (images, outputs, side, side)))
+    assert kernel_gradient.weight_gradient(Emitter("cuda"), x, dy, window, group) == form
 
 
 @pytest.mark.parametrize("kernel", [(7, 7), (1, 3), (3, 1)])

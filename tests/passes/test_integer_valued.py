@@ -9,6 +9,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.integer_valued import keep_integer_valued
+from tests.helpers.converting import faithful
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
 
@@ -56,6 +57,11 @@ CASES = {
         """m (float[4,8] x) => (int64[4,8] y) <float[8,8] w = {WEIGHTS}>
         { d = MatMul(x, w)  e = Exp(d)  r = Round(e)  y = Cast<to=7>(r) }""",
         {"r": "becomes an integer"},
+    ),
+    "a duration that is a sum of shares": (
+        """m (float[4,8] x) => (int64[4] y) <int64[1] last = {1}, float speed = {1.1}>
+        { p = Sigmoid(x)  s = ReduceSum<keepdims=0>(p, last)  q = Div(s, speed)  r = Round(q)  y = Cast<to=7>(r) }""",
+        {"s": "becomes an integer", "q": "becomes an integer", "r": "becomes an integer"},
     ),
     "an image in bytes": (
         """m (uint8[1,3,4,4] image) => (float[1,3,4,4] y) <float scale = {255}>
@@ -127,6 +133,17 @@ def test_a_converted_program_counts_the_same() -> None:
     constraints = Constraints()
     keep_integer_valued(once, constraints)
     assert [op.type for op in constraints.operators] == ["MatMul", "Transpose", "Cos"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_length_is_what_its_mask_adds_up_to(dtype: str) -> None:
+    """Of odd numbers beyond 2048 float16 holds none, bfloat16 of those beyond 256."""
+    text = """m (bool[2,2600] mask, float[2600,8] x) => (int64[2] length, float[2,8] y) <int64[1] last = {1}> {
+      f = Cast<to = 1>(mask)  n = ReduceSum<keepdims = 0>(f, last)  length = Cast<to = 7>(n)  y = MatMul(f, x) }"""
+    program = amp.convert(onnx.parser.parse_model(HEAD + text), dtype=dtype)
+    lengths = np.array([2051, 307])
+    feed = {"mask": np.arange(2600) < lengths[:, None], "x": np.ones((2600, 8), np.float32)}
+    assert faithful(program, feed)[0].tolist() == lengths.tolist()
 
 
 MASK = """m (int64[1,1,1,4] mask, float[1,2,4,4] x) => (float[1,2,4,4] y) <float one = {1}, float low = {-3.4028235e38}> {

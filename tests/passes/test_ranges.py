@@ -202,6 +202,11 @@ def bound(text: str, name: str, **input_ranges: tuple[float, float]) -> tuple[fl
         ("m (float[2,4] x) => (float[2,4] y) { p = Tanh(x) y = LeakyRelu<alpha = -3.0>(p) }", None),
         ("m (float[2,4] x) => (float[2,4] y) { p = Tanh(x) y = Elu<alpha = -3.0>(p) }", None),
         ("m (float[2,4] x) => (float[2,4] y) { y = ThresholdedRelu<alpha = -5.0>(x) }", (-5, math.inf)),
+        (
+            "m (float[2,3] x) => (float[2,3] y) <float[3] s = {0.5, 3, -2}> { p = Tanh(x) y = PRelu(p, s) }",
+            (-3, 2),
+        ),
+        ("m (float[2,3] x) => (float[2,3] y) <float[3] s = {0.5, 3, 2}> { p = Sigmoid(x) y = PRelu(p, s) }", (0, 1)),
     ],
 )
 def test_known_intervals(text: str, expected: tuple[float, float] | None) -> None:

@@ -5,7 +5,8 @@ counts. A comparison of them ends the chain; one with small integers is right in
 computes, and weights, end it too; so do sine and cosine, which bring integers into [-1, 1], and a mask in which
 every integer but 0 became another number. Sums of integer products (a quantised layer) leave float16 at once: the
 float that they become is not stored in 16 bit, before the scale brings it back. Backwards, from floats that become
-integers: elementwise arithmetic on the way to an index or a size, or to what is quantised by a scale that is computed.
+integers: elementwise arithmetic and sums on the way to an index or a size, as that of a mask is a length, or to what is
+quantised by a scale that is computed.
 What rounding took off such a float is the weight by which neighbours are mixed: that difference is computed in fp32
 too.
 """
@@ -39,7 +40,7 @@ _ARITHMETIC = frozenset(
     """.split()  # noqa: SIM905
 )
 #: What computes between a float and the integer that it becomes.
-_ROUNDS = _ARITHMETIC - {"Exp", "Log", "Pow", "Sqrt", "ReduceSum", "CumSum"}
+_ROUNDS = _ARITHMETIC - {"Exp", "Log", "Pow", "Sqrt"}
 #: What makes a float one of the integers beside it, and what still says which one.
 _TO_INTEGER = frozenset({"Floor", "Ceil", "Round"})
 _BESIDE = frozenset({"Add", "Sub", "Clip", "Max", "Min"})
