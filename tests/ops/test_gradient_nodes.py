@@ -34,6 +34,7 @@ _WINDOWS = "onnxruntime's kernel at opset 21 adds a window that starts behind th
 _UNROUNDED = "the evaluator aligns corners to the size before it is rounded down; onnxruntime to the size there is"
 _SHAPED = "its rule refuses an output_shape"
 _FUNCTION = "the function that the evaluator runs adds fp32 constants to float64; test_decompose has it"
+_LARGEST = "its rule refuses the largest of samples, which test_regions has"
 _OTHER = "its rule refuses this reduction, which test_gradients_more proves"
 #: Tests that are not differentiated, and why: the test fails where one of them comes right, or another goes wrong.
 NAMED: dict[str, str] = {
@@ -55,6 +56,7 @@ NAMED: dict[str, str] = {
     ),
     "test_scatter_elements_with_reduction_mul": _OTHER,
     "test_scatternd_multiply": _OTHER,
+    "test_roialign_mode_max": _LARGEST,
 }
 #: Operators whose node tests are all on integers; test_gradients_data has their gradients.
 WITHOUT = frozenset({"Trilu"})

@@ -83,10 +83,13 @@ def _read(op: Operator, needs: set[int]) -> list[Variable]:
 
 
 def _inputs(op: Operator, needs: set[int]) -> list[tuple[int, Variable]]:
-    """The inputs among ``needs``, by slot, but those of which it reads the type alone."""
+    """The inputs among ``needs``, by slot, but those of which it reads the type alone, and where its gradient stops."""
     found = [(slot, v) for slot, v in enumerate(op.inputs) if v is not None and v.key in needs]
-    typed = traits_of(op).type_only if found else ()
-    return [(slot, v) for slot, v in found if slot not in typed]
+    if not found:
+        return []
+    rule = lookup(op)
+    left_out = {*traits_of(op).type_only, *(rule.gradient.stops if rule and rule.gradient else ())}
+    return [(slot, v) for slot, v in found if slot not in left_out]
 
 
 def _continues(op: Operator, read: list[Variable], made: Variable) -> bool:
