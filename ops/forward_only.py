@@ -7,7 +7,6 @@ from amp_transpiler.ir.opdef import traits
 # Signals, vision and pools.
 traits(
     "BlackmanWindow",
-    "DeformConv",
     "HammingWindow",
     "HannWindow",
     "TfIdfVectorizer",

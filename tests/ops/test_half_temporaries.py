@@ -46,6 +46,10 @@ CASES: dict[str, tuple[list[Array | None], dict[str, Any]]] = {
     "ConvTranspose": ([IMAGE, RNG.normal(size=(6, 6, 3, 3)).astype(np.float16), VECTOR], {"pads": [1, 1, 1, 1]}),
     "CumSum": ([X, np.array(1)], {}),
     "DepthToSpace": ([IMAGE[:, :4]], {"blocksize": 2}),
+    "DeformConv": (
+        [IMAGE, RNG.normal(size=(6, 6, 1, 1)).astype(np.float16), IMAGE[:, :2]],
+        {"offset_group": 1},
+    ),
     "Det": ([X[..., :6]], {}),
     "Dropout": ([X, np.array(0.25, np.float16), np.array(True)], {}),
     "Einsum": ([X, X], {"equation": "abc,adc->abd"}),
@@ -112,14 +116,14 @@ CASES: dict[str, tuple[list[Array | None], dict[str, Any]]] = {
 
 _SUMS = "rows that meet are added up in fp32"
 _NO_KERNEL = "CUDA has no kernel of it in 16 bit"
-_PLACES = "regions are fp32, and what it reads there has their type"
+_PLACES = "regions and offsets are fp32, and what it reads there has their type"
 _INSIDE = "nobody says in which type CUDA's kernel multiplies or exponentiates inside"
 _RECURRENT = "gates are computed in fp32, a step after the other"
 #: Operators that store large tensors in fp32, and why.
 ALLOWED: dict[str, str] = {
     **dict.fromkeys(("Gather", "GatherElements", "GatherND"), _SUMS),
     **dict.fromkeys(("CumSum", "Det", "GridSample"), _NO_KERNEL),
-    "RoiAlign": _PLACES,
+    **dict.fromkeys(("DeformConv", "RoiAlign"), _PLACES),
     **dict.fromkeys(("ReduceLogSum", "ReduceProd"), _INSIDE),
     **dict.fromkeys(("GRU", "LSTM", "RNN"), _RECURRENT),
 }
