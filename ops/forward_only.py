@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from amp_transpiler.ir.opdef import traits
-from amp_transpiler.ir.reasons import Kind
 
 # Signals, vision and pools.
 traits(
     "BlackmanWindow",
-    "DeformConv",
     "HammingWindow",
     "HannWindow",
     "TfIdfVectorizer",
 )
-traits("MaxRoiPool", "RoiAlign", carries_large=True, places=(1,))
-traits("Det", overflows=Kind.MULTIPLIES)
+traits("MaxRoiPool", carries_large=True, places=(1,))
 traits("MelWeightMatrix", settings=(3, 4))
 traits("NonMaxSuppression", settings=(0, 1, 3, 4), places=(0,))
 # Control flow, sequences and optionals: what is inside moves, the operators of nested graphs compute.

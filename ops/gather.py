@@ -120,14 +120,15 @@ def scatter_elements(
     e: Emitter, op: Operator, data: Value, indices: Value, updates: Value, made: Value, dy: Value
 ) -> Grads:
     axis, rows = int(op.attrs.get("axis", 0)), places_of_rows(e, indices)
+    sizes = size_of(updates)  # those of the indices; an exporter may compute these of data
 
     def taken(value: Value) -> Value:
-        for i, size in enumerate(size_of(indices)):
-            if i != axis % len(size_of(indices)):
+        for i, size in enumerate(sizes):
+            if i != axis % len(sizes):
                 value = sliced(e, value, i, 0, size)
-        if rows is not None and axis % len(size_of(indices)) == 0:
-            return e.op("Gather", value, e.reshape(rows, size_of(rows)[:1]), axis=0, shape=indices.shape)
-        return e.GatherElements(value, indices, axis=axis, shape=indices.shape)
+        if rows is not None and axis % len(sizes) == 0:
+            return e.op("Gather", value, e.reshape(rows, size_of(rows)[:1]), axis=0, shape=sizes)
+        return e.GatherElements(value, indices, axis=axis, shape=sizes)
 
     def put(value: Value, changes: Value, reduction: str = "none") -> Value:
         return e.ScatterElements(value, indices, changes, axis=axis, reduction=reduction, shape=value.shape)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +28,7 @@ _CUBIC = -0.75
 
 
 @dataclass
-class _Tap:
+class Tap:
     """One of the elements along an axis that a result is made of: index, weight and the weight's slope, each [points].
 
     Index and weight are where the padding puts them; what lies outside weighs nothing. ``slope``: by the coordinate of
@@ -45,21 +46,19 @@ def grid_sample(e: Emitter, op: Operator, x: Value, grid: Value, dy: Value) -> G
     places = math.prod(size_of(dy)[2:])
     axes = [_taps(e, op, _coordinate(e, grid, len(sizes) - 1 - axis), size) for axis, size in enumerate(sizes)]
     rows = e.reshape(e.transpose(e.reshape(dy, (batch, channels, places)), (0, 2, 1)), (batch * places, channels))
-    elements = math.prod(sizes)
-    offset = e.reshape(e.const([[n * elements] * places for n in range(batch)], "int64"), (batch * places,))
     taps = list(itertools.product(*axes))
-    flat = [_flat_index(e, tap, sizes, offset) for tap in taps]
-    dx = _to_elements(e, rows, taps, flat, (batch, channels, *sizes)) if e.wants(0) else None
+    flat = flat_indices(e, taps, batch, sizes)
+    dx = to_elements(e, rows, taps, flat, (batch, channels, *sizes)) if e.wants(0) else None
     return [dx, _to_grid(e, x, rows, taps, flat, size_of(grid)) if e.wants(1) else None]
 
 
-def _to_elements(
-    e: Emitter, rows: Value, taps: list[tuple[_Tap, ...]], flat: list[Value], shape: tuple[int, ...]
+def to_elements(
+    e: Emitter, rows: Value, taps: list[tuple[Tap, ...]], flat: list[Value], shape: tuple[int, ...]
 ) -> Value:
     """The gradient of what is sampled: every share of ``rows``, [points, channels], added where it came from."""
     batch, channels, *sizes = shape
     points, elements = size_of(rows)[0], math.prod(sizes)
-    shares = [e.Mul(rows, e.reshape(_product(e, [t.weight for t in tap]), (points, 1))) for tap in taps]
+    shares = [e.Mul(rows, e.reshape(product_of(e, [t.weight for t in tap]), (points, 1))) for tap in taps]
     at = e.reshape(e.Concat(*flat, axis=0), (len(taps) * points, 1))
     together = e.Concat(*shares, axis=0)
     zeros = e.zeros((batch * elements, channels), rows.dtype)
@@ -68,43 +67,55 @@ def _to_elements(
 
 
 def _to_grid(
-    e: Emitter, x: Value, rows: Value, taps: list[tuple[_Tap, ...]], flat: list[Value], shape: tuple[int, ...]
+    e: Emitter, x: Value, rows: Value, taps: list[tuple[Tap, ...]], flat: list[Value], shape: tuple[int, ...]
 ) -> Value:
     """The gradient of the grid, coordinates in its order: the last axis first."""
+    slopes = to_places(e, rows, taps, sampled(e, x, flat), len(size_of(x)) - 2)
+    return e.reshape(e.Concat(*(e.reshape(s, (size_of(rows)[0], 1)) for s in reversed(slopes)), axis=1), shape)
+
+
+def sampled(e: Emitter, x: Value, flat: list[Value]) -> list[Value]:
+    """What x, [batch, channels, ...], has at the rows of each tap: each [points, channels]."""
     batch, channels, *sizes = size_of(x)
-    elements, points = math.prod(sizes), size_of(rows)[0]
+    elements = math.prod(sizes)
     table = e.reshape(e.transpose(e.reshape(x, (batch, channels, elements)), (0, 2, 1)), (batch * elements, channels))
-    columns: list[Value] = []
-    terms: list[list[Value]] = [[] for _ in sizes]
-    for tap, index in zip(taps, flat, strict=True):
+    return [e.Gather(table, index, axis=0, shape=(size_of(index)[0], channels)) for index in flat]
+
+
+def to_places(e: Emitter, rows: Value, taps: list[tuple[Tap, ...]], read: list[Value], axes: int) -> list[Value]:
+    """The gradient of the places along each axis, [points]; ``read``: what was sampled at each tap."""
+    points = size_of(rows)[0]
+    terms: list[list[Value]] = [[] for _ in range(axes)]
+    for tap, found in zip(taps, read, strict=True):
         if all(t.slope is None for t in tap):
             continue
-        read = e.Gather(table, index, axis=0, shape=(points, channels))
-        share = e.reshape(e.reduce_sum(e.Mul(rows, read), [1]), (points,))
+        share = e.reshape(e.reduce_sum(e.Mul(rows, found), [1]), (points,))
         for axis, along in enumerate(tap):
             if along.slope is not None:
                 others = [t.weight for i, t in enumerate(tap) if i != axis]
-                terms[axis].append(_product(e, [share, along.slope, *others]))
-    for found in reversed(terms):
-        column = e.Sum(*found) if found else e.zeros((points,), rows.dtype)
-        columns.append(e.reshape(column, (points, 1)))
-    return e.reshape(e.Concat(*columns, axis=1), shape)
+                terms[axis].append(product_of(e, [share, along.slope, *others]))
+    return [e.Sum(*found) if found else e.zeros((points,), rows.dtype) for found in terms]
 
 
-def _product(e: Emitter, factors: list[Value]) -> Value:
+def product_of(e: Emitter, factors: list[Value]) -> Value:
     result = factors[0]
     for factor in factors[1:]:
         result = e.Mul(result, factor)
     return result
 
 
-def _flat_index(e: Emitter, tap: tuple[_Tap, ...], sizes: list[int], offset: Value) -> Value:
-    """The row of the element in a table of all elements of the batch."""
-    result, stride = offset, 1
-    for along, size in reversed(list(zip(tap, sizes, strict=True))):
-        result = e.Add(result, e.Mul(along.index, e.like(stride, along.index)) if stride > 1 else along.index)
-        stride *= size
-    return result
+def flat_indices(e: Emitter, taps: list[tuple[Tap, ...]], batch: int, sizes: Sequence[int]) -> list[Value]:
+    """For each tap the rows of its elements, [points], in a table of all elements of the batch."""
+    points, elements = size_of(taps[0][0].index)[0], math.prod(sizes)
+    offset = e.const(np.repeat(np.arange(batch) * elements, points // max(batch, 1)), "int64")
+    found = []
+    for tap in taps:
+        row, stride = offset, 1
+        for along, size in reversed(list(zip(tap, sizes, strict=True))):
+            row = e.Add(row, e.Mul(along.index, e.like(stride, along.index)) if stride > 1 else along.index)
+            stride *= size
+        found.append(row)
+    return found
 
 
 def _coordinate(e: Emitter, grid: Value, component: int) -> Value:
@@ -115,7 +126,7 @@ def _coordinate(e: Emitter, grid: Value, component: int) -> Value:
 
 
 # -- one axis ----------------------------------------------------------------------------------------------
-def _taps(e: Emitter, op: Operator, g: Value, size: int) -> list[_Tap]:
+def _taps(e: Emitter, op: Operator, g: Value, size: int) -> list[Tap]:
     """What one axis contributes, for the coordinate ``g`` in [-1, 1]."""
     mode, padding = op.attrs.get("mode", "linear"), op.attrs.get("padding_mode", "zeros")
     aligned = bool(op.attrs.get("align_corners", 0))
@@ -126,13 +137,18 @@ def _taps(e: Emitter, op: Operator, g: Value, size: int) -> list[_Tap]:
     place, slope = _padded(e, place, factor, size, padding, aligned)
     if mode == "nearest":
         near = e.op("Round", place, shape=place.shape)
-        return [_Tap(_index(e, near, size), _inside(e, near, size), None)]
+        return [Tap(_index(e, near, size), _inside(e, near, size), None)]
+    return between(e, place, slope, size)
+
+
+def between(e: Emitter, place: Value, slope: Value, size: int) -> list[Tap]:
+    """The elements before and behind a place; ``slope`` is that of the place. What lies outside weighs nothing."""
     low = e.Floor(place)
     after = e.Sub(place, low)
     high = e.Add(low, e.like(1, low))
     weights = (e.Sub(e.like(1, after), after), after)
     return [
-        _Tap(_index(e, at, size), e.Mul(weight, inside), e.Mul(inside, e.Neg(slope) if at is low else slope))
+        Tap(_index(e, at, size), e.Mul(weight, inside), e.Mul(inside, e.Neg(slope) if at is low else slope))
         for at, weight, inside in zip(
             (low, high), weights, (_inside(e, low, size), _inside(e, high, size)), strict=True
         )
@@ -169,11 +185,11 @@ def _reflected(e: Emitter, place: Value, size: int, aligned: bool) -> tuple[Valu
     return back, e.Mul(sign, e.Where(even, one, e.Neg(one)))
 
 
-def _cubic(e: Emitter, place: Value, factor: float, size: int, padding: str, aligned: bool) -> list[_Tap]:
+def _cubic(e: Emitter, place: Value, factor: float, size: int, padding: str, aligned: bool) -> list[Tap]:
     """Four taps, each padded by itself."""
     low = e.Floor(place)
     after = e.Sub(place, low)
-    taps: list[_Tap] = []
+    taps: list[Tap] = []
     for step in (-1, 0, 1, 2):
         distance = e.Sub(after, e.like(step, after))  # of the place from the tap
         weight, slope = _kernel(e, distance, near=step in (0, 1), sign=1 if step <= 0 else -1)
@@ -185,7 +201,7 @@ def _cubic(e: Emitter, place: Value, factor: float, size: int, padding: str, ali
         elif padding == "reflection":
             at, _ = _reflected(e, at, size, aligned)
             at = e.op("Round", at, shape=at.shape)
-        taps.append(_Tap(_index(e, at, size), weight, slope))
+        taps.append(Tap(_index(e, at, size), weight, slope))
     return taps
 
 

@@ -40,13 +40,15 @@ Flops = Callable[[Mapping[str, Any], SlotShapes, SlotShapes], int]
 class Gradient:
     """How to differentiate an operator. ``inputs`` are the differentiable slots (None: every float one).
 
-    ``refuse`` says why the rule does not serve a form of the operator; "" where it does.
+    ``stops`` are slots where the backward pass stops, as if the operator read a constant there. ``refuse`` says why the
+    rule does not serve a form of the operator; "" where it does.
     """
 
     reads: tuple[str, ...]
     inputs: frozenset[int] | None
     zero: bool = False
     refuse: Callable[[Operator], str] | None = None
+    stops: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -226,13 +228,14 @@ def gradient(
     inputs: Sequence[int] | None = None,
     native: bool = False,
     refuse: Callable[[Operator], str] | None = None,
+    stops: Sequence[int] = (),
 ) -> Callable[[Rule], Rule]:
     """Register the decorated function as the gradient of an operator (see the module's text).
 
     It returns one value per forward input, None where there is no gradient; ``e.wants(i)`` says
     whether the gradient of input ``i`` is asked for. ``inputs`` limits the differentiable slots; a
     path through any other float input is an error at ``append_backward``, and so is an operator for
-    which ``refuse`` gives a reason.
+    which ``refuse`` gives a reason. A path through a slot in ``stops`` ends there: nothing is learned of it.
     """
     if not isinstance(reads, str):
         raise ArgumentTypeError(f"gradient of {full_type}: reads is {shown(reads)}; expected text, as in 'x0 dy0'")
@@ -244,7 +247,8 @@ def gradient(
     def register(function: Rule) -> Rule:
         if not callable(function):
             raise ArgumentTypeError(f"gradient of {full_type}: {shown(function)} is no function f(e, op, ...)")
-        entry(full_type).gradient = Gradient(names, None if inputs is None else frozenset(inputs), refuse=refuse)
+        slots = None if inputs is None else frozenset(inputs)
+        entry(full_type).gradient = Gradient(names, slots, refuse=refuse, stops=frozenset(stops))
         grad = entry(own(gradient_type(*_split(full_type))))
         grad.lowering, grad.native = function, native
         _READS[grad.type] = names

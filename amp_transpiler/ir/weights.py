@@ -168,7 +168,10 @@ def _feeds_angles(uses: list[tuple[Operator, int]]) -> bool:
 
 
 def _are_rates(uses: list[tuple[Operator, int]]) -> bool:
-    """Whether they are multiplied with times and become exponents: a state-space layer begins with 1, 2, 3, … there."""
+    """Whether they are multiplied with times and become exponents: a state-space layer begins with 1, 2, 3, … there,
+    or with their logarithms, which become exponents first."""
+    if uses and all(op.type == "Exp" for op, _ in uses):
+        return True
     made = [op.output(0) for op, _ in uses if op.type == "Mul"]
     return len(made) == len(uses) > 0 and any(
         reader.type == "Exp" for v in made if v is not None for reader, _ in v.readers

@@ -331,6 +331,9 @@ def test_the_rates_that_a_state_space_layer_begins_with_are_trained() -> None:
     rates = np.broadcast_to(-np.arange(1, 17, dtype=np.float32), (4, 16)).copy()
     made = program("net (float[4,16] x) => (float[4,16] y) { t = Mul (x, c) y = Exp (t) }", c=rates)
     assert reasons(made, "c") == [""]
+    logarithms = np.log(np.broadcast_to(np.arange(1, 5, dtype=np.float32), (16, 4)))  # as few look like places
+    text = "net (float[16,4] x) => (float[16,4] y) { r = Exp (c) n = Neg (r) t = Mul (x, n) y = Exp (t) }"
+    assert reasons(program(text, c=logarithms), "c") == [""]
 
 
 def test_what_cannot_be_is_no_weight() -> None:

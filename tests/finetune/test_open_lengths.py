@@ -119,3 +119,28 @@ def test_sizes_that_decide_nothing_stay_open(tmp_path: Path) -> None:
     model.graph.initializer.append(onnx.numpy_helper.from_array(W[:, :3].copy(), "w"))
     amp.fit(model, tmp_path / "o.onnx", data={"x": X, "label": LABEL})
     assert amp.Program.from_onnx(tmp_path / "o.onnx").inputs[0].shape == ("n", "l", 2)
+
+
+def test_a_sequence_that_a_loop_makes_names_the_sizes_to_give() -> None:
+    """As PyTorch's exporter writes an EmbeddingBag."""
+    text = """<ir_version: 8, opset_import: ["" : 18]>
+    net (float[n,3] x) => (float[n,3] y)
+      <float[3,3] w = {1, 2, 3, 4, 5, 6, 7, 8, 9}, int64 zero = {0}, bool go = {1}>
+    {
+      h = MatMul(x, w)  size = Shape(x)  turns = Gather <axis = 0> (size, zero)  none = SequenceEmpty()
+      rows = Loop (turns, go, none) <body = step (int64 i, bool c, seq(float[3]) had) => (bool d, seq(float[3]) has)
+        { row = Gather(h, i)  has = SequenceInsert(had, row)  d = Identity(c) }>
+      y = ConcatFromSequence <axis = 0, new_axis = 1> (rows)
+    }"""
+    model = onnx.parser.parse_model(text)
+    program = amp.Program.from_onnx(model)
+    amp.prepare_training(program)
+    with (
+        pytest.raises(GradientError, match="its trip count 'turns' is not known.*feed_shapes="),
+        amp.program_guard(program, program.startup),
+    ):
+        amp.append_backward(F.sum(program.outputs[0]))
+    program = amp.Program.from_onnx(model)
+    amp.prepare_training(program, feed_shapes={"x": [4, 3]})
+    with amp.program_guard(program, program.startup):
+        assert [v.name for v, _ in amp.append_backward(F.sum(program.outputs[0]))] == ["w"]

@@ -1,8 +1,8 @@
 """Operators that ONNX's reference evaluator (1.23) gets wrong or cannot do, written out in numpy.
 
 ConvTranspose: groups with several channels. MaxPool: indices where every stride is 1. AveragePool: ceil_mode, which
-it lets pad in front too. GlobalMaxPool: one spatial axis. GridSample: places in float64. RotaryEmbedding: that of
-onnxruntime.
+it lets pad in front too. GlobalMaxPool: one spatial axis. GridSample: places in float64. RotaryEmbedding, Inverse:
+those of onnxruntime.
 """
 
 from __future__ import annotations
@@ -177,4 +177,13 @@ class RotaryEmbedding(OpRun):
         return (result.astype(x.dtype),)
 
 
-CORRECTED = [MaxPool, AveragePool, GlobalMaxPool, ConvTranspose, GridSample, RotaryEmbedding]
+class Inverse(OpRun):
+    """The inverse of each matrix of a batch."""
+
+    op_domain = "com.microsoft"
+
+    def _run(self, x: Array, **_: Any) -> tuple[Array, ...]:
+        return (np.linalg.inv(x).astype(x.dtype),)
+
+
+CORRECTED = [MaxPool, AveragePool, GlobalMaxPool, ConvTranspose, GridSample, RotaryEmbedding, Inverse]

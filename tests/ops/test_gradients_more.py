@@ -147,6 +147,27 @@ def test_scatters_of_the_largest_and_smallest(reduction: str) -> None:
     check_gradient("ScatterND", [normal(4, 3, 2), pairs, normal(3, 2)], attrs=attrs, feeds=[1])
 
 
+def test_places_whose_number_nothing_tells_are_as_many_as_what_is_put_there() -> None:
+    """As regions are put together that were read from several levels of a pyramid."""
+    text = """<ir_version: 8, opset_import: ["" : 18]>
+    net (float[4,3] x, int64[2,1] at, bool[1] some) => (float[5,3] y)
+      <float[3,3] w = {1, 2, 3, 4, 5, 6, 7, 8, 9}, int64[2] sizes = {5, 3}, int64[2] first = {0, 1}>
+    {
+      h = MatMul(x, w)  u = Gather(h, first)  shape = Shape(u)  like = Where(some, shape, shape)
+      places = Expand(at, like)  zeros = ConstantOfShape(sizes)
+      y = ScatterElements(zeros, places, u)
+    }"""
+    program = amp.Program.from_onnx(onnx.parser.parse_model(text))
+    with amp.program_guard(program, program.startup):
+        ((_, gradient),) = amp.append_backward(F.sum(program.outputs[0]), parameter_list=["w"])
+    executor, scope = amp.Executor(), amp.Scope()
+    executor.run(program.startup, scope=scope)
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+    feed = {"x": x, "at": np.array([[3], [1]]), "some": np.array([True])}
+    (dw,) = executor.run(program, feed, [gradient], scope=scope)
+    np.testing.assert_allclose(dw, np.repeat(x[:2].sum(0)[:, None], 3, axis=1))
+
+
 @pytest.mark.parametrize("type_", ["ScatterElements", "ScatterND"])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_equal_largest_numbers_share_a_gradient(type_: str, sign: float) -> None:

@@ -46,6 +46,11 @@ CASES: dict[str, tuple[list[Array | None], dict[str, Any]]] = {
     "ConvTranspose": ([IMAGE, RNG.normal(size=(6, 6, 3, 3)).astype(np.float16), VECTOR], {"pads": [1, 1, 1, 1]}),
     "CumSum": ([X, np.array(1)], {}),
     "DepthToSpace": ([IMAGE[:, :4]], {"blocksize": 2}),
+    "DeformConv": (
+        [IMAGE, RNG.normal(size=(6, 6, 1, 1)).astype(np.float16), IMAGE[:, :2]],
+        {"offset_group": 1},
+    ),
+    "Det": ([X[..., :6]], {}),
     "Dropout": ([X, np.array(0.25, np.float16), np.array(True)], {}),
     "Einsum": ([X, X], {"equation": "abc,adc->abd"}),
     "Expand": ([X[:1], ints(4, 6, 32)], {}),
@@ -89,6 +94,10 @@ CASES: dict[str, tuple[list[Array | None], dict[str, Any]]] = {
     "Reshape": ([X, ints(24, 32)], {}),
     "Resize": ([IMAGE, None, np.array([1, 1, 2, 2], np.float32)], {"mode": "linear"}),
     "ReverseSequence": ([X, ints(*[4] * 6)], {}),
+    "RoiAlign": (
+        [IMAGE, np.array([[0.5, 1, 6, 7]] * 40, np.float16), np.arange(40) % 2],
+        {"output_height": 4, "output_width": 4, "sampling_ratio": 2},
+    ),
     "ScatterElements": ([ROWS, np.zeros((1, 32), np.int64), ROWS[:1]], {}),
     "ScatterND": ([ROWS, ints(1)[:, None], ROWS[:1]], {}),
     "Slice": ([X, ints(0), ints(3)], {}),
@@ -107,12 +116,14 @@ CASES: dict[str, tuple[list[Array | None], dict[str, Any]]] = {
 
 _SUMS = "rows that meet are added up in fp32"
 _NO_KERNEL = "CUDA has no kernel of it in 16 bit"
+_PLACES = "regions and offsets are fp32, and what it reads there has their type"
 _INSIDE = "nobody says in which type CUDA's kernel multiplies or exponentiates inside"
 _RECURRENT = "gates are computed in fp32, a step after the other"
 #: Operators that store large tensors in fp32, and why.
 ALLOWED: dict[str, str] = {
     **dict.fromkeys(("Gather", "GatherElements", "GatherND"), _SUMS),
-    **dict.fromkeys(("CumSum", "GridSample"), _NO_KERNEL),
+    **dict.fromkeys(("CumSum", "Det", "GridSample"), _NO_KERNEL),
+    **dict.fromkeys(("DeformConv", "RoiAlign"), _PLACES),
     **dict.fromkeys(("ReduceLogSum", "ReduceProd"), _INSIDE),
     **dict.fromkeys(("GRU", "LSTM", "RNN"), _RECURRENT),
 }

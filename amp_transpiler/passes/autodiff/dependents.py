@@ -13,6 +13,7 @@ from amp_transpiler.errors import GradientError
 from amp_transpiler.ir.nodes import BACKWARD, Operator, Variable
 from amp_transpiler.ir.opdef import lookup, traits_of
 from amp_transpiler.ir.types import FLOATS
+from amp_transpiler.passes.canonicalize.control_flow import why_not_known
 
 #: Element types of what is computed of quantised numbers; wider integers count, and choose.
 _QUANTISED = frozenset({"int8", "uint8", "int16", "uint16", "int32", "int4", "uint4"})
@@ -64,6 +65,8 @@ def check_reads(op: Operator, needs: set[int], way_out: str) -> None:
                 "(trainable = False, or no_grad_set)"
             )
         kind = "a sequence or an optional value" if stands.dtype is None else f"{stands.dtype} numbers"
+        if maker is not None and maker.attrs.programs:
+            way_out = f"It is made in the run, since {why_not_known(maker)}"
         raise GradientError(
             f"operator '{op.label}' ({op.full_type}) lies on the path of the loss and reads '{stands.name}'{made} "
             f"{kind}, through which no gradient goes. {way_out}"
@@ -83,10 +86,13 @@ def _read(op: Operator, needs: set[int]) -> list[Variable]:
 
 
 def _inputs(op: Operator, needs: set[int]) -> list[tuple[int, Variable]]:
-    """The inputs among ``needs``, by slot, but those of which it reads the type alone."""
+    """The inputs among ``needs``, by slot, but those of which it reads the type alone, and where its gradient stops."""
     found = [(slot, v) for slot, v in enumerate(op.inputs) if v is not None and v.key in needs]
-    typed = traits_of(op).type_only if found else ()
-    return [(slot, v) for slot, v in found if slot not in typed]
+    if not found:
+        return []
+    rule = lookup(op)
+    left_out = {*traits_of(op).type_only, *(rule.gradient.stops if rule and rule.gradient else ())}
+    return [(slot, v) for slot, v in found if slot not in left_out]
 
 
 def _continues(op: Operator, read: list[Variable], made: Variable) -> bool:

@@ -1,0 +1,99 @@
+"""RoiAlign: each bin of a region is the mean of samples, each of them made of the four elements around its place.
+
+Samples of a region lie on a grid, so that a bin is a sum over rows and columns: ``y = rows . x . columns^T`` with what
+each row and each column of x has of the bin. The gradient is two products with the same shares, and adds up whatever
+regions overlap. Regions have no gradient, as in torchvision: they are what a detector proposes, cut and sorted.
+Places and borders: https://onnx.ai/onnx/operators/onnx__RoiAlign.html and ``roialign.cc`` of onnxruntime.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.opdef import gradient, traits
+from amp_transpiler.ops.common import Grads, size_of
+
+#: Samples that lie nearer to each other than this lie so far apart: an empty region has them all at one place.
+_NEAREST = 1e-6
+
+
+def _only_means(op: Operator) -> str:
+    mode = op.attrs.get("mode", "avg")
+    return "" if mode == "avg" else f"its mode is '{mode}'; means alone ('avg') have a gradient"
+
+
+@gradient("RoiAlign", "x0 x1 x2 dy0", inputs=[0], stops=[1], refuse=_only_means)
+def roi_align(e: Emitter, op: Operator, x: Value, regions: Value, images: Value, dy: Value) -> Grads:
+    """Products of the gradient, [regions, channels, bins down, bins across], with the shares of columns and rows."""
+    batch, channels, height, width = size_of(x)
+    number, _, down, across = size_of(dy)
+    left, top, right, bottom = (
+        e.reshape(e.Slice(regions, e.ints(side), e.ints(side + 1), e.ints(1), shape=(number, 1)), (number, 1, 1))
+        for side in range(4)
+    )
+    columns = _shares(e, op.attrs, left, right, across, width)
+    spread = e.MatMul(e.reshape(dy, (number, channels * down, across)), columns)
+    spread = e.transpose(e.reshape(spread, (number, channels, down, width)), (0, 2, 1, 3))
+    rows = e.transpose(_shares(e, op.attrs, top, bottom, down, height), (2, 0, 1))
+    if batch > 1 or e.hangs(batch):
+        own = e.Equal(e.const(np.arange(batch)[:, None], images.dtype), e.reshape(images, (1, number)))
+        own = e.reshape(e.cast(own, dy.dtype), (batch, 1, number, 1))
+        rows = e.Mul(e.reshape(rows, (1, height, number, down)), own)
+    flat = e.reshape(spread, (number * down, channels * width))
+    total = e.MatMul(e.reshape(rows, (batch * height, number * down)), flat)
+    return [e.transpose(e.reshape(total, (batch, height, channels, width)), (0, 2, 1, 3))]
+
+
+def _shares(e: Emitter, attrs: dict[str, Any], start: Value, end: Value, bins: int, size: int) -> Value:
+    """What each of ``size`` elements along an axis has of each bin, [regions, bins, size], of ends [regions, 1, 1].
+
+    Samples follow each other at even steps, so that those between two elements are counted, and not made: how many
+    there are may differ from region to region. A sample has 1 - |distance| of an element, that at the border all of
+    what lies up to one element further out, and none beyond.
+    """
+
+    def number(value: float) -> Value:
+        return e.like(value, start)
+
+    half = attrs.get("coordinate_transformation_mode", "half_pixel") == "half_pixel"
+    first, last = (
+        e.Sub(e.Mul(place, number(attrs.get("spatial_scale", 1.0))), number(0.5 if half else 0.0))
+        for place in (start, end)
+    )
+    length = e.Sub(last, first)
+    one_bin = e.Div(length if half else e.Max(length, number(1)), number(bins))
+    ratio = int(attrs.get("sampling_ratio", 0))
+    count = number(ratio) if ratio > 0 else e.Max(e.op("Ceil", one_bin, shape=one_bin.shape), number(0))
+    many = e.Max(count, number(1))
+    step = e.Div(one_bin, many)
+    bin_start = e.Add(first, e.Mul(one_bin, e.const(np.arange(bins)[:, None], start.dtype)))
+    place = e.Add(bin_start, e.Mul(step, number(0.5)))
+    place = e.Min(place, e.Add(place, e.Mul(step, e.Sub(many, number(1)))))  # an end before the start: the other way
+    step = e.Max(e.Abs(step), number(_NEAREST))
+
+    def up_to(element: Value) -> Value:
+        found = e.Add(e.Floor(e.Div(e.Sub(element, place), step)), number(1))
+        return e.Min(e.Max(found, number(0)), count)
+
+    def indices(some: Value) -> Value:
+        """The sum of the first ``some`` indices."""
+        return e.Mul(e.Mul(some, e.Sub(some, number(1))), number(0.5))
+
+    at = np.arange(size)
+    here = e.const(at, start.dtype)
+    before, within, behind = (up_to(e.Add(here, number(offset))) for offset in (-1, 0, 1))
+    apart = e.Sub(here, place)
+    total: Value | None = None
+    for low, high, inner, sign in ((before, within, at > 0, 1), (within, behind, at < size - 1, -1)):
+        some = e.Sub(high, low)
+        nearer = e.Sub(e.Mul(step, e.Sub(indices(high), indices(low))), e.Mul(some, apart))
+        share = e.Add(some, e.Mul(nearer, e.const(sign * inner, start.dtype)))
+        total = share if total is None else e.Add(total, share)
+    return e.Div(total, many)
+
+
+traits("RoiAlign", carries_large=True, places=(1,))
