@@ -106,11 +106,11 @@ class Programs:
         """Append the training step of so many updates in all; the optimizer."""
         kind = getattr(optimizers, OPTIMIZERS[options.optimizer])
         more: dict[str, Any] = {"multi_precision": options.mode != "fp32"}
-        if options.weight_decay:
-            more["lamb_weight_decay" if kind is optimizers.Lamb else "weight_decay"] = options.weight_decay
         if options.clip_norm:
             more["grad_clip"] = optimizers.ClipGradByGlobalNorm(options.clip_norm)
         optimizer = kind(learning_rate=_rate(options, updates), **more)
+        if options.weight_decay is not None:
+            optimizer.weight_decay = options.weight_decay
         if options.mode != "fp32":
             lists = AutoMixedPrecisionLists(custom_black_list=list(options.black_list) or None, dtype=options.dtype)
             scaling: dict[str, Any] = {}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx.parser
 import pytest
 
 import amp_transpiler as amp
@@ -111,6 +113,7 @@ def test_a_function_without_the_arguments_of_its_table_is_refused(function: Any,
 # -- the table of this package -------------------------------------------------------------------------------
 def test_every_table_is_carried_by_something_and_every_name_leads_somewhere() -> None:
     tables = paddle.paddle_names()
+    assert amp.convert is not None, "loaded when it is asked for"
     assert set(tables["arguments"]) == paddle.carried
     for module, names in tables["names"].items():
         attribute = paddle.paddle_attributes(module)
@@ -120,6 +123,17 @@ def test_every_table_is_carried_by_something_and_every_name_leads_somewhere() ->
             else:
                 with pytest.raises(MissingNameError, match="(?s): .{10}"):
                     attribute(name)
+
+
+def test_conversion_takes_the_words_of_onnxconverter_common() -> None:
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]> g (float[8] x) => (float[8] y) { [a] t = Exp(x) [b] y = Neg(t) }'
+    )
+    ours = amp.convert(model, keep_io=False, black_list=["Exp"], exclude=["b"])
+    theirs: dict[str, Any] = {"keep_io_types": False, "op_block_list": ["Exp"], "node_block_list": ["b"]}
+    assert amp.convert(model, **theirs).to_onnx() == ours.to_onnx()
+    for name in theirs:
+        assert amp.convert(model, **{k: v for k, v in theirs.items() if k != name}).to_onnx() != ours.to_onnx()
 
 
 def test_an_argument_that_there_is_not_names_those_that_there_are(layer: Any) -> None:
