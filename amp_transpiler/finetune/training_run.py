@@ -76,7 +76,7 @@ class Run:
         self.saves = False
         fed = [v for v in _fed(program) if v.name not in options.values]
         what = _named("data", data, options)
-        arrays = read(data, [*(v.name for v in fed), options.label], what)
+        arrays = read(data, [*(v.name for v in fed), options.label], what, options.called("label"))
         if not program.has_var(options.label):  # else that is what is wrong
             self._check_kind(arrays, what)
         program, self.batch, self.whole = self._with_batch(program, fed, arrays, what)

@@ -182,6 +182,7 @@ def test_wrong_usage_is_status_2() -> None:
         (["convert", "--exclude", "x*"], "--exclude x*; did you mean '--except'?"),
         (["convert", "--op-block-list=Conv"], "--op-block-list=Conv; did you mean '--black-list'?"),
         (["train", "--learning-rate", "1"], "--learning-rate 1\n"),
+        (["train", "--device", "cuda"], "--device cuda\n"),
         (["info", "--fp16"], "--fp16\n"),
     ],
 )

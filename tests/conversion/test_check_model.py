@@ -148,7 +148,9 @@ def test_operators_without_a_kernel() -> None:
     assert found.ok and list(found.without_kernel.values()) == [1]
     assert "GRU (no WebGPU kernel for GRU at float16" in str(found)
     assert not amp.check_model(model, "cuda").without_kernel and not amp.check_model(model, "cpu").without_kernel
-    text = '<ir_version: 8, opset_import: ["" : 18]> m (float16[4] x) => (float16[4] y) { a = HardSwish(x) y = Mish(a) }'
+    text = (
+        '<ir_version: 8, opset_import: ["" : 18]> m (float16[4] x) => (float16[4] y) { a = HardSwish(x) y = Mish(a) }'
+    )
     model = onnx.parser.parse_model(text)
     assert session(model).run(None, {"x": np.ones(4, np.float16)}), "by their bodies, between casts"
     assert not amp.check_model(model, "cpu").without_kernel
