@@ -236,8 +236,8 @@ class UpdateRule:
         slots = slots_of(type_)
         if slots is None:
             raise ArgumentError(
-                f"{type(self).__name__}: nothing is known of the update operator {type_!r} that its attribute 'type' names; "
-                "declare its formula with @update_rule (docs/optimizers.md)"
+                f"{type(self).__name__}: nothing is known of the update operator {type_!r}, which its attribute 'type' "
+                "names; declare its formula with @update_rule (docs/optimizers.md)"
             )
         inputs: list[Variable | None] = [found_inf, rate]
         for scalar in slots.outputs:
