@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.cli.main import main
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.passes.view.names import label
 from tests.corpora.leaving import CASES
 from tests.helpers.sessions import session
 
@@ -221,3 +223,18 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["check", str(path), "--place", "webgpu", "--data", str(data)]) == 3
     out = capsys.readouterr().out
     assert "leaves at 'ReduceMean -> m' (ReduceMean): overflow of a partial sum" in out and "256 summands" in out
+
+
+def test_the_record_is_written_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = CASES["mean"]
+    model, data, out = tmp_path / "m.onnx", tmp_path / "data.npz", tmp_path / "found.json"
+    onnx.save(case.model(), model)
+    np.savez(data, **case.sample())
+    command = ["check", str(model), "--data", str(data), "--place", "webgpu", "--json"]
+    assert main([*command, str(out)]) == 3 and main([*command, str(data)]) == 2
+    assert "are the same file" in capsys.readouterr().err
+    found, told = amp.check_model(model, "webgpu", data=str(data)), json.loads(out.read_text("ascii"))
+    assert told == found.to_dict() and told["missed"] == list(found.missed) and not told["ok"]
+    assert found.leaving is not None and told["leaving"]["cause"] == "overflow of a partial sum"
+    assert [each["operator"] for each in told["operators"]] == [label(each.op) for each in found.operators]
+    assert told["outputs"] == {"y": "Infinity"}, "JSON has no number for it"
