@@ -267,3 +267,21 @@ def test_initializers_and_schedules_as_paddles_documentation_writes_them() -> No
             wrong()
     # lr * d_model ** -0.5 * min(step ** -0.5, step * warmup ** -1.5), with the size that Paddle's documentation has
     assert amp.optimizer.lr.NoamDecay(d_model=0.01, warmup_steps=100).value(3) == pytest.approx(10 * 3 * 100**-1.5)
+
+
+def test_a_misspelt_name_leads_to_those_near_it() -> None:
+    program = amp.Program()
+    with amp.program_guard(program):
+        x = amp.data("x", [2])
+    F = amp.nn.functional
+    for home, name, near in (
+        (F, "sofmax", "'softmax'"),
+        (amp.optimizer, "Adamw", "'AdamW'"),
+        (amp.static, "programguard", "'program_guard'"),
+        (x, "reshap", "'reshape'"),
+        (program, "outpts", "'outputs'"),
+    ):
+        with pytest.raises(MissingNameError, match=f"has no attribute '{name}'; did you mean .*{near}"):
+            getattr(home, name)
+    with pytest.raises(MissingNameError, match="has no attribute '_softmax'$"):
+        F._softmax  # type: ignore[attr-defined]  # noqa: B018
