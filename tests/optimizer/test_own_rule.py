@@ -65,5 +65,5 @@ def test_it_steps_and_a_bad_step_keeps_its_state() -> None:
 
 
 def test_without_its_formula_it_is_named() -> None:
-    with pytest.raises(amp.errors.ArgumentError, match="Optimistic: .* operator 'Optimistic' .* @update_rule"):
+    with pytest.raises(amp.errors.ArgumentError, match="Optimistic: .* operator 'Optimistic', .* @update_rule"):
         built(Optimistic(RATE))
