@@ -70,7 +70,7 @@ class FitOptions:
     """How to train; the keywords of :func:`fit`.
 
     Attributes:
-        label: the name of the label's array.
+        label: the name of the label's array, which an output of the model may have too.
         loss: "cross_entropy" (labels are classes), "mse", "bce_with_logits" or "kl_div" (labels are floats of the
             output's shape). One that applies the model's last activation itself reads what that reads, moved as the
             output is; kl_div reads the logarithms of what a Softmax gives.
