@@ -14,7 +14,7 @@ class ArgumentError(AmpError, ValueError):
     """An argument has a value that cannot be used."""
 
 
-class ArgumentTypeError(AmpError, TypeError):
+class ArgumentTypeError(ArgumentError, TypeError):
     """An argument has a type that cannot be used."""
 
 
@@ -33,7 +33,7 @@ class ListError(AmpError, ValueError):
     """An operator list names an unknown operator, contradicts itself, or asks for the impossible."""
 
 
-class ListTypeError(AmpError, TypeError):
+class ListTypeError(ListError, TypeError):
     """An operator list was given as something other than a list of strings."""
 
 

@@ -39,6 +39,8 @@ Write = Callable[[BinaryIO], None]
 
 #: What workspaces are called: nobody else's files, for they are removed.
 PREFIX, SUFFIX = ".amp_write.", ".tmp"
+#: How the files of arrays in a folder are called.
+_ARRAYS = (".npz", ".npy", ".pb")
 #: What network drives and file systems in user space answer that bring no folder to the disk.
 _NO_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP)
 _LOCK, _JOURNAL, _NEW, _OLD = "amp_transpiler.lock", "journal.json", "new", "old"
@@ -64,6 +66,11 @@ def check_outputs(outputs: Mapping[str, PathLike | None], inputs: Mapping[str, I
         seen |= dict.fromkeys(identities(path), f"{what} '{os.fspath(path)}'")
         target = check_target(path, what)
         probe(target.parent, f"{what} '{os.fspath(path)}'")
+
+
+def array_files(source: PathLike) -> list[PathLike]:
+    """What arrays are read from: a file, or of a folder those that hold arrays, whatever else lies there."""
+    return [path for path in _files_in(source) if path is source or os.fspath(path).endswith(_ARRAYS)]
 
 
 def _files_in(path: PathLike) -> list[PathLike]:

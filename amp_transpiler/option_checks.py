@@ -58,7 +58,7 @@ def listed(names: Collection[str], most: int = 3) -> str:
 
 def choice(called: str, value: Any, choices: Iterable[str], spellings: Mapping[str, str] | None = None) -> str:
     """``value`` as one of the choices, by any of its spellings; ArgumentError where it is none."""
-    read, known = read_as(spellings, value) if spellings else value, tuple(choices)
+    read, known = value if spellings is None else read_as(spellings, value), tuple(choices)
     if not isinstance(read, str) or read not in known:
         raise ArgumentError(f"{called} is {shown(value)}; expected one of {', '.join(known)}")
     return read

@@ -112,20 +112,21 @@ class Program(Blocks):
         with unchanged_on_error(self):
             return opset.convert_opset(self, target)
 
+    @paddle_arguments("Program.lower")
     def lower(
         self,
         place: Place,
-        feed_shapes: dict[str, tuple[int, ...]] | None = None,
-        fetches: Sequence[Variable | str] = (),
+        feed_shapes: Mapping[str, Sequence[int]] | None = None,
+        fetch_list: Sequence[Variable | str] = (),
     ) -> Lowered:
         """The ONNX model that ``place`` runs, CPUPlace(), CUDAPlace(0) or WebGPUPlace(0); none of them needs a GPU.
 
-        ``feed_shapes`` gives the shapes of feeds whose declared shape is not fixed; ``fetches`` (variables or names)
-        what the model returns beside the updated state, by default the outputs. ``to_onnx(path)`` of the result writes
-        the model. ArgumentError for an unknown feed or a shape that does not fit it, GraphError for an unknown fetch
-        or a shape that has to be fixed and is not.
+        ``feed_shapes`` gives the shapes of feeds whose declared shape is not fixed; ``fetch_list`` (variables or
+        names) what the model returns beside the updated state, by default the outputs. ``to_onnx(path)`` of the result
+        writes the model. ArgumentError for an unknown feed or a shape that does not fit it, GraphError for an unknown
+        fetch or a shape that has to be fixed and is not.
         """
-        return lowering.lower_for(self, place, feed_shapes, fetches)
+        return lowering.lower_for(self, place, feed_shapes, fetch_list)
 
     def memory_estimate(
         self,

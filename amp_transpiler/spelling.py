@@ -27,6 +27,6 @@ def read_as(spellings: Mapping[str, str], word: Any) -> Any:
 
 def near_names(name: object, known: Iterable[str], before: str = "") -> str:
     """``did you mean 'x'?`` for a misspelt name, behind what comes ``before``; "" where no known one comes near."""
-    by_case = {other.casefold(): other for other in known}
-    near = [by_case[match] for match in difflib.get_close_matches(str(name).casefold(), by_case, 3)]
+    by_case = {other.casefold().lstrip("-"): other for other in known}  # what options begin with is no likeness
+    near = [by_case[match] for match in difflib.get_close_matches(str(name).casefold().lstrip("-"), by_case, 3)]
     return f"{before}did you mean {', '.join(map(repr, near))}?" if near else ""

@@ -66,7 +66,8 @@ def members(cls: type) -> dict[str, Any]:
         for name, value in vars(base).items():
             called = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
             told = inspect.ismemberdescriptor(value) and inspect.getdoc(value)
-            if not name.startswith("_") and (callable(called) or told):
+            again = called.__doc__ is None and any(hasattr(base, name) for base in named)  # its base's entry says it
+            if not name.startswith("_") and (callable(called) or told) and not again:
                 found.setdefault(name, called if not isinstance(value, property) else value)
     return dict(sorted(found.items()))
 
@@ -109,9 +110,18 @@ def entries() -> Iterator[tuple[str, str, str, str]]:
                     yield short, f"{name}.{member}", signature(value), said(value, thing, member)
 
 
+def contents() -> str:
+    """A line for each module, with its first sentence."""
+    lines = []
+    for short, full in MODULES.items():
+        sentence = " ".join((inspect.getdoc(importlib.import_module(full)) or "").split("\n\n")[0].split())
+        lines.append(f"- [{short}](#{short.replace('.', '')}): {sentence.rstrip(':')}\n")
+    return "".join(lines)
+
+
 def page() -> str:
     """The whole page."""
-    lines, current = [HEAD], ""
+    lines, current = [HEAD, contents()], ""
     for module, name, arguments, text in entries():
         if module != current:
             lines.append(f"## {module}\n\n{inspect.getdoc(importlib.import_module(MODULES[module]))}\n")

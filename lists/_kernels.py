@@ -170,7 +170,7 @@ def is_float_operator(schema: defs.OpSchema) -> bool:
 
 
 def unsupported_reason(op_type: str, dtype: str, opset: int = TARGET_OPSET, place: str = USUAL_PLACE) -> str | None:
-    """Why an operator cannot run at a 16-bit element type on a place, or None if it can.
+    """Why an operator cannot run at an element type on a place, or None if it can.
 
     It can with a kernel at this opset, or with a function body in its onnx schema that onnxruntime uses there and each
     part of which can. An operator newer than the opset is judged by its newest body, for lowering decomposes it.
@@ -178,7 +178,7 @@ def unsupported_reason(op_type: str, dtype: str, opset: int = TARGET_OPSET, plac
     Args:
         op_type: ``Type`` for ai.onnx, ``domain::Type`` for other domains. A domain that onnxruntime does not define
             cannot be judged, and gives None.
-        dtype: ``float16`` or ``bfloat16``.
+        dtype: ``float16``, ``bfloat16`` or ``float32``.
         opset: the opset that programs are lowered to.
         place: a kind of place.
     """

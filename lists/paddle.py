@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cache, partial, wraps
@@ -10,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ListError, MissingNameError
 from amp_transpiler.lists._schemas import read_text
+from amp_transpiler.spelling import near_names
 
 FILE = "paddle_names.toml"
 Called = TypeVar("Called", bound=Callable[..., Any])
@@ -140,9 +142,15 @@ def paddle_attributes(owner: str) -> Callable[..., Any]:
     """The ``__getattr__`` of a module, or of a class: the names that its table in ``paddle_names.toml`` adds.
 
     A function that the table of a class names is a method: it takes the object as its first argument.
-    It raises MissingNameError, an AttributeError, for any other, with the way out where the table has one.
+    It raises MissingNameError, an AttributeError, for any other, with the way out where the table has one, else with
+    the names near it.
     """
     entries = paddle_names()["names"][owner]
+
+    def near(name: str, home: Any) -> str:
+        own = getattr(home, "__all__", None) or dir(home)
+        leading = (known for known, entry in entries.items() if isinstance(entry, str) or "value" in entry)
+        return near_names(name, (known for known in (*own, *leading) if not known.startswith("_")), "; ")
 
     def attribute(*object_and_name: Any) -> Any:
         name = object_and_name[-1]
@@ -154,7 +162,12 @@ def paddle_attributes(owner: str) -> Callable[..., Any]:
             return partial(found, *object_and_name[:-1]) if len(object_and_name) > 1 else found
         if entry is not None and "value" in entry:
             return entry["value"]
-        why = "" if entry is None else f": {entry['otherwise']}"
+        if entry is not None:
+            why = f": {entry['otherwise']}"
+        elif name.startswith("_"):  # asked for by Python and by tools
+            why = ""
+        else:
+            why = near(name, object_and_name[0] if len(object_and_name) > 1 else sys.modules.get(owner))
         raise MissingNameError(f"'{owner}' has no attribute '{name}'{why}")
 
     return attribute

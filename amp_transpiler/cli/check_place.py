@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 
 from amp_transpiler.cli.terminal import many, number, printable
 from amp_transpiler.conversion.check_model import check_model
+from amp_transpiler.files import array_files, check_outputs, put, write_files
+from amp_transpiler.ir.locations import model_files
 from amp_transpiler.lists import USUAL_PLACE, place_kinds
 
 
@@ -29,10 +33,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time-budget", type=number, metavar="SECONDS", help="for one run of the model (default: no end)"
     )
+    parser.add_argument("--json", metavar="OUT.json", help="what was found, of every operator, as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print what was found; 3 where an output is off, or a kernel fails."""
+    read = {"MODEL.onnx": [path for path in model_files(options.model) if not os.path.isdir(path)]}
+    check_outputs(
+        {"--json": options.json}, {**read, "--data": [p for one in options.data or () for p in array_files(one)]}
+    )
     found = check_model(
         options.model,
         options.place,
@@ -40,5 +49,7 @@ def run(options: argparse.Namespace) -> int:
         tolerance=options.tolerance,
         time_budget=options.time_budget,
     )
+    if options.json is not None:
+        write_files([(options.json, put(json.dumps(found.to_dict(), indent=1).encode("ascii")))])
     print("\n".join(printable(line) for line in str(found).splitlines()))
     return 0 if found.ok else 3

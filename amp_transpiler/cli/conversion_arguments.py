@@ -72,13 +72,17 @@ def add_conversion_options(parser: argparse.ArgumentParser) -> None:
         "smallest and largest number in an input, from which those of other tensors are computed",
     )
     written = parser.add_argument_group("what is written")
-    written.add_argument(
+    weights = written.add_mutually_exclusive_group()
+    weights.add_argument(
         "--external-data",
         nargs="?",
         const=True,
         default=None,
         metavar="NAME",
         help="write weights into a file beside the model (default: where they were before)",
+    )
+    weights.add_argument(
+        "--no-external-data", dest="external_data", action="store_false", help="write them into OUT.onnx itself"
     )
     written.add_argument("--report", metavar="OUT.html", help="a page that shows what was done and why")
     written.add_argument("--json", metavar="OUT.json", help="the report as JSON")

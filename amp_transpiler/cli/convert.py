@@ -23,7 +23,7 @@ from amp_transpiler.conversion.report.json import to_json
 from amp_transpiler.conversion.report.record import record_program
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.file_targets import check_space, same_file
-from amp_transpiler.files import Group, check_outputs, put
+from amp_transpiler.files import Group, array_files, check_outputs, put
 from amp_transpiler.ir.external import check_unnamed
 from amp_transpiler.ir.locations import model_files, model_size, total_size
 from amp_transpiler.ir.onnx_out import save
@@ -124,7 +124,7 @@ def _check_paths(arguments: argparse.Namespace, read: Sequence[Path], size: int)
     """Refuse before the work what could not be written after it."""
     output, data = Path(arguments.output), arguments.external_data
     beside = output.parent / (data if isinstance(data, str) else f"{output.name}.data")
-    external = data is not None or len(read) > 1  # else it is large models alone that get a data file
+    external = len(read) > 1 if data is None else data is not False  # else large models alone get a data file
     outputs = {
         "OUT.onnx": arguments.output,
         "--external-data": beside if external else None,
@@ -132,7 +132,8 @@ def _check_paths(arguments: argparse.Namespace, read: Sequence[Path], size: int)
         "--json": arguments.json,
     }
     files = [path for path in read if not os.path.isdir(path)]  # reading it says that a folder is no model
-    check_outputs(outputs, {"IN.onnx": files, "--calibration": arguments.calibration or []})
+    calibration = [path for source in arguments.calibration or () for path in array_files(source)]
+    check_outputs(outputs, {"IN.onnx": files, "--calibration": calibration})
     if external and not isinstance(data, str):
         check_unnamed(output, beside)
     check_space(arguments.output, size // 2)

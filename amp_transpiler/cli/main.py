@@ -11,7 +11,8 @@ from typing import Any
 from amp_transpiler.cli.output import patient_output
 from amp_transpiler.cli.ranks import Voice
 from amp_transpiler.cli.terminal import complain, plain_warnings, safe_streams
-from amp_transpiler.errors import AmpError, ArgumentError, ArgumentTypeError, ListError
+from amp_transpiler.errors import AmpError, ArgumentError, ListError
+from amp_transpiler.spelling import near_names
 from amp_transpiler.version import __version__
 
 _EXAMPLES = """examples:
@@ -62,7 +63,12 @@ class _CommandParser(argparse.ArgumentParser):
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
         load(self.command).add_options(self)
-        return super().parse_known_args(*args, **kwargs)
+        options, unknown = super().parse_known_args(*args, **kwargs)
+        if unknown:
+            hint = near_names(unknown[0].partition("=")[0], self._option_string_actions, "; ")
+            told = f"unrecognized arguments: {' '.join(unknown)}{hint}"
+            self.exit(2, f"{self.prog}: error: {told}\n'{self.prog} --help' lists what it takes\n")
+        return options, unknown
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -94,7 +100,7 @@ def _run(arguments: Sequence[str] | None, voice: Voice) -> int:
         return status or 1
     except AmpError as error:
         voice.complain(error)
-        return 2 if isinstance(error, ArgumentError | ArgumentTypeError | ListError) else 1
+        return 2 if isinstance(error, ArgumentError | ListError) else 1
     except MemoryError:
         complain("there is not enough memory for this")
         return 1

@@ -66,7 +66,7 @@ def add_training_options(parser: argparse.ArgumentParser, without: Collection[st
     option("--loss-scale", "loss scale to begin with (default: 32768 in float16)", type=number, metavar="NUMBER")
     one_of("--optimizer", "the update rule", OPTIMIZERS)
     option("--lr", "learning rate", type=number)
-    option("--weight-decay", "coefficient of weight decay", type=number)
+    option("--weight-decay", "coefficient of weight decay (default: the optimizer's own)", type=number)
     one_of("--schedule", "of the learning rate, down to 0 at the end", SCHEDULES)
     option("--warmup-steps", "updates while the rate rises from 0", type=number, metavar="N")
     option("--clip-norm", "scale gradients down to this global norm", type=number, metavar="NORM")

@@ -18,6 +18,7 @@ from amp_transpiler.conversion.conversion_options import TOLERANCE
 from amp_transpiler.conversion.dense_constants import DenseConstants
 from amp_transpiler.conversion.leaving import Leaving, leaving_of
 from amp_transpiler.conversion.replay import OperatorError, replay
+from amp_transpiler.conversion.report.json import plain
 from amp_transpiler.conversion.synthetic import SYNTHETIC, synthetic_sample
 from amp_transpiler.conversion.verdict import CALIBRATION, beyond
 from amp_transpiler.errors import ArgumentError
@@ -89,6 +90,19 @@ class ModelCheck:
     def ok(self) -> bool:
         """Whether every output keeps to the tolerance, and every kernel computes what it should."""
         return not self.missed and not self.faults
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as numbers, strings, lists and dictionaries, for JSON; operators by their labels, and the strings
+        "NaN", "Infinity" and "-Infinity" for numbers that JSON cannot hold."""
+        operators = [
+            {"operator": label(each.op), "type": each.op.full_type, "tensor": each.tensor}
+            | {"before": each.before, "error": each.error, "summands": each.summands}
+            for each in self.operators
+        ]
+        leaving = None if self.leaving is None else vars(self.leaving) | {"cause": self.leaving.cause.value}
+        told = {"ok": self.ok, "missed": self.missed, "leaving": leaving, "operators": operators}
+        found: dict[str, Any] = plain(vars(self) | told, "ModelCheck")
+        return found
 
     def __str__(self) -> str:
         at = place_traits(self.place)

@@ -33,6 +33,7 @@ from amp_transpiler.ir.gc_pause import collector_paused
 from amp_transpiler.ir.oldest_forms import OLDEST, bring_to_oldest
 from amp_transpiler.ir.onnx_in import load
 from amp_transpiler.ir.weights import become_constants
+from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.passes.canonicalize.inlining import TryInlineFunctions
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.passes.pipeline import Context, Pipeline, apply
@@ -45,6 +46,7 @@ class ConvertedProgram(Program):
     conversion: Conversion
 
 
+@paddle_arguments("convert")
 def convert(
     model_or_path: onnx.ModelProto | str | os.PathLike[str],
     *,

@@ -14,7 +14,7 @@ from amp_transpiler.export.folder import checked_folder
 from amp_transpiler.finetune.batch import fixed_batch, freed
 from amp_transpiler.finetune.checks import remarks
 from amp_transpiler.finetune.options import FitOptions, options_of
-from amp_transpiler.finetune.programs import Programs
+from amp_transpiler.finetune.programs import Programs, refuse_label
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
 from amp_transpiler.option_checks import whole
@@ -58,6 +58,7 @@ def export_model_step(
     program.seed = chosen.seed
     if program.startup is not None:
         program.startup.seed = chosen.seed
+    refuse_label(program, chosen, computed=True)  # the step's files have both names
     programs = Programs.of(program, chosen, list(calibration), feed_shapes, (), say)
     shapes = {name: tuple(shape) for name, shape in feed_shapes.items() if name not in chosen.values}
     asked = shapes.pop(programs.label.name, None)

@@ -15,7 +15,7 @@ from amp_transpiler.errors import (
     PlaceError,
 )
 from amp_transpiler.file_targets import check_space, folder_path, same_file
-from amp_transpiler.files import check_outputs, probe
+from amp_transpiler.files import array_files, check_outputs, probe
 from amp_transpiler.finetune.log import EPOCHS, STEPS
 from amp_transpiler.finetune.options import FitOptions
 from amp_transpiler.ir.external import check_unnamed
@@ -54,7 +54,7 @@ def check_files(model: Any, output: Any, data: Any, test: Any, log: Any, options
     if not isinstance(output, str | os.PathLike):
         raise ArgumentTypeError(f"fit: output is {output!r}; expected the path of a file")
     inputs: dict[str, list[Any]] = {
-        options.called(name): [source]
+        options.called(name): array_files(source)
         for name, source in (("data", data), ("test", test))
         if isinstance(source, str | os.PathLike)
     }

@@ -24,8 +24,11 @@ Source = str | os.PathLike[str] | Mapping[str, Any]
 _PIECE = 1 << 22
 
 
-def read(source: Source, wanted: list[str], what: str) -> dict[str, np.ndarray]:
-    """The wanted arrays of a file, a folder or a mapping; others are left alone. FeedError names a missing one."""
+def read(source: Source, wanted: list[str], what: str, option: str = "") -> dict[str, np.ndarray]:
+    """The wanted arrays of a file, a folder or a mapping; others are left alone. FeedError names a missing one.
+
+    ``option``: the one that names the last of them, which are the labels.
+    """
     if isinstance(source, Mapping):
         known = [str(name) for name in source]
         arrays = {name: np.asarray(source[name]) for name in wanted if name in source}
@@ -43,6 +46,7 @@ def read(source: Source, wanted: list[str], what: str) -> dict[str, np.ndarray]:
         raise FeedError(
             f"{what} has no array '{missing[0]}'; the program is fed {', '.join(wanted)}, and there is "
             f"{', '.join(known) or 'nothing'}"
+            + (f"; {option} names the labels' array" if option and missing[0] == wanted[-1] else "")
         )
     return arrays
 

@@ -15,7 +15,8 @@ from amp_transpiler.option_checks import choice, flag, is_real, number, strings,
 from amp_transpiler.spelling import MODES as MODE_SPELLINGS, TYPES, read_as
 
 LOSSES = ("cross_entropy", "mse", "bce_with_logits", "kl_div")
-OPTIMIZERS = {"sgd": "SGD", "momentum": "Momentum", "adam": "Adam", "adamw": "AdamW", "lamb": "Lamb"}
+#: Classes of ``amp.optimizer`` by their names on the command line.
+OPTIMIZERS = {kind.lower(): kind for kind in ("SGD", "Momentum", "Lars", "Adagrad", "RMSProp", "Adam", "AdamW", "Lamb")}
 MODES = ("fp32", "mixed", "pure")
 SCHEDULES = ("constant", "cosine", "linear")
 
@@ -29,8 +30,14 @@ _CHOICES: dict[str, Sequence[str]] = {
     "metric": METRICS,
     "allreduce_precision": ("float16", "bfloat16", "float32"),
 }
-#: Where other spellings of an option's values stand.
-SPELLINGS = {"mode": MODE_SPELLINGS, "save": MODE_SPELLINGS, "dtype": TYPES, "allreduce_precision": TYPES}
+#: Other spellings of an option's values, which are read in any letter case.
+SPELLINGS: dict[str, Mapping[str, str]] = {
+    "mode": MODE_SPELLINGS,
+    "save": MODE_SPELLINGS,
+    "dtype": TYPES,
+    "allreduce_precision": TYPES,
+    "optimizer": {},
+}
 #: Whole numbers, with the least that each may be.
 _COUNTS = {"epochs": 1, "batch_size": 1, "accumulate": 1, "warmup_steps": 0, "seed": 0, "check_every": 0}
 #: Other numbers, above 0, and whether 0 itself is taken.
@@ -63,7 +70,7 @@ class FitOptions:
     """How to train; the keywords of :func:`fit`.
 
     Attributes:
-        label: the name of the label's array.
+        label: the name of the label's array, which an output of the model may have too.
         loss: "cross_entropy" (labels are classes), "mse", "bce_with_logits" or "kl_div" (labels are floats of the
             output's shape). One that applies the model's last activation itself reads what that reads, moved as the
             output is; kl_div reads the logarithms of what a Softmax gives.
@@ -76,8 +83,10 @@ class FitOptions:
         loss_scale: the scale to begin with; the optimizer's default where None. Where the gradients of the first batch
             overflow at it, it is lowered before the first update and a line says so (with ``accumulate`` above 1 such
             steps are skipped instead, until it has come down). In float16 it goes below 1 where gradients ask for it.
-        optimizer: "sgd", "momentum", "adam", "adamw" or "lamb".
-        lr, weight_decay, clip_norm: learning rate, decay, limit of the global norm of the gradients.
+        optimizer: "sgd", "momentum", "lars", "adagrad", "rmsprop", "adam", "adamw" or "lamb".
+        lr, clip_norm: learning rate, limit of the global norm of the gradients.
+        weight_decay: its coefficient; where None the optimizer's own (0.01 of AdamW and Lamb, 0.0005 of Lars, no decay
+            of the others).
         schedule: of the learning rate: "constant", or "cosine" or "linear" down to 0 at the end of the last epoch.
         warmup_steps: updates in which the rate rises from 0.
         accumulate: batches to an update.
@@ -109,7 +118,7 @@ class FitOptions:
     loss_scale: float | None = None
     optimizer: str = "adam"
     lr: float = 1e-4
-    weight_decay: float = 0.0
+    weight_decay: float | None = None
     clip_norm: float | None = None
     schedule: str = "constant"
     warmup_steps: int = 0
@@ -221,7 +230,7 @@ class FitKeywords(TypedDict, total=False):
     loss_scale: float | None
     optimizer: str
     lr: float
-    weight_decay: float
+    weight_decay: float | None
     clip_norm: float | None
     schedule: str
     warmup_steps: int

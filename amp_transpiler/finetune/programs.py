@@ -106,11 +106,11 @@ class Programs:
         """Append the training step of so many updates in all; the optimizer."""
         kind = getattr(optimizers, OPTIMIZERS[options.optimizer])
         more: dict[str, Any] = {"multi_precision": options.mode != "fp32"}
-        if options.weight_decay:
-            more["lamb_weight_decay" if kind is optimizers.Lamb else "weight_decay"] = options.weight_decay
         if options.clip_norm:
             more["grad_clip"] = optimizers.ClipGradByGlobalNorm(options.clip_norm)
         optimizer = kind(learning_rate=_rate(options, updates), **more)
+        if options.weight_decay is not None:
+            optimizer.weight_decay = options.weight_decay
         if options.mode != "fp32":
             lists = AutoMixedPrecisionLists(custom_black_list=list(options.black_list) or None, dtype=options.dtype)
             scaling: dict[str, Any] = {}
@@ -222,13 +222,23 @@ def _classes_last(prediction: Variable, labels: tuple[int, ...], say: Callable[[
     return F.transpose(prediction, [0, *range(2, len(shape)), 1])
 
 
-def _label(prediction: Variable, options: FitOptions) -> Variable:
-    """The input for the label, in the shape that the loss takes."""
-    shape = list(prediction.shape or ())
-    if prediction.program.has_var(options.label):
+def refuse_label(program: Program, options: FitOptions, *, computed: bool) -> None:
+    """ArgumentError where a tensor has the label's name, unless the program computes it and ``computed`` is False."""
+    if program.has_var(options.label) and (computed or program.var(options.label).producer is None):
         raise ArgumentError(
             f"{options.said('label')}: the model has a tensor of that name; give the label's array another"
         )
+
+
+def _label(prediction: Variable, options: FitOptions) -> Variable:
+    """The input for the label, in the shape that the loss takes.
+
+    What the model computes under its name, as an output ``y`` beside labels ``y``, has another in the training program.
+    """
+    shape, program = list(prediction.shape or ()), prediction.program
+    refuse_label(program, options, computed=False)
+    if program.has_var(options.label):
+        program.rename_variable(program.var(options.label), program.unique(f"{options.label}.computed"))
     if options.loss == "cross_entropy":
         if len(shape) < 2:
             raise ArgumentError(

@@ -28,7 +28,7 @@ from amp_transpiler.finetune.data import (
 from amp_transpiler.finetune.log import Log
 from amp_transpiler.finetune.loop import Loop
 from amp_transpiler.finetune.options import FitOptions
-from amp_transpiler.finetune.programs import Programs
+from amp_transpiler.finetune.programs import Programs, refuse_label
 from amp_transpiler.finetune.training_record import EpochRecord, FitResult
 from amp_transpiler.ir.decompose import write_out
 from amp_transpiler.ir.locations import model_size
@@ -76,9 +76,9 @@ class Run:
         self.saves = False
         fed = [v for v in _fed(program) if v.name not in options.values]
         what = _named("data", data, options)
-        arrays = read(data, [*(v.name for v in fed), options.label], what)
-        if not program.has_var(options.label):  # else that is what is wrong
-            self._check_kind(arrays, what)
+        arrays = read(data, [*(v.name for v in fed), options.label], what, options.called("label"))
+        refuse_label(program, options, computed=False)
+        self._check_kind(arrays, what)
         program, self.batch, self.whole = self._with_batch(program, fed, arrays, what)
         self.step_batch = self.batch * self.ranks if self.whole else self.batch
         self._check_batch()

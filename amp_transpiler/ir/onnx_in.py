@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import onnx
@@ -137,11 +138,12 @@ def _mark_parameters(program: Graph, weights: bool) -> None:
         for v in program.variables
         if v.persistable and v.producer is None and v.data is not None
     ]
-    program.defer_startup(lambda: _startup(type(program)(f"{program.name}_startup"), contents))
+    program.defer_startup(partial(_startup, type(program), f"{program.name}_startup", contents))
 
 
-def _startup(startup: G, contents: list[tuple[str, str | None, Shape | None, Any]]) -> G:
-    """An empty program made to set each variable to the content that it carried (shared, not copied)."""
+def _startup(kind: type[G], name: str, contents: list[tuple[str, str | None, Shape | None, Any]]) -> G:
+    """A program that sets each variable to the content that it carried (shared, not copied)."""
+    startup = kind(name)
     for variable, dtype, shape, data in contents:
         out = startup.add_variable(variable, dtype, shape, persistable=True, data=data)
         startup.add_operator(INITIALIZER, [], [out], domain=OWN, role=FORWARD)

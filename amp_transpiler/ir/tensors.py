@@ -122,6 +122,13 @@ class ExternalTensor(RawTensor):
             start = self._offset // mmap.PAGESIZE * mmap.PAGESIZE
             self._mapping.madvise(mmap.MADV_DONTNEED, start, self._offset + self.raw.size - start)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._mapped.check()
+        return HeldTensor, (self.proto, self.raw)  # the file need not be there where it is read
+
+    def __deepcopy__(self, memo: Any) -> ExternalTensor:
+        return self  # nothing writes to it
+
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]} in {self.file}>"
 

@@ -233,7 +233,11 @@ class UpdateRule:
                 "dealt out among the ranks; train it with another optimizer, or leave it out of shard_tables"
             )
         slots = slots_of(type_)
-        assert slots is not None
+        if slots is None:
+            raise ArgumentError(
+                f"{type(self).__name__}: nothing is known of the update operator {type_!r}, which its attribute 'type' "
+                "names; declare its formula with @update_rule (docs/optimizers.md)"
+            )
         inputs: list[Variable | None] = [found_inf, rate]
         for scalar in slots.outputs:
             name = shared_name(f"{self.name}_{scalar}", program, startup)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError
 from amp_transpiler.ir.decompose import write_out
@@ -40,7 +41,8 @@ def save_inference_model(
     onnxruntime alone loads it; a bfloat16 model on CUDA only, for it has no bfloat16 arithmetic on CPU. ``feed_vars``
     are inputs of ``program`` (default: the program of the first fetch variable, else the current main program), by
     variable or name; a training program is turned into its form for evaluation first. Parameters go into the file, but
-    into ``<path>.data`` where those of the program were read from such a file, or take more than 2 GB.
+    into ``<path>.data`` where those of the program were read from such a file, or take more than 2 GB. Folders on the
+    way are made, as Paddle makes them.
 
     ArgumentError where a feed is missing or not needed, or a fetch is nothing that the program computes; ScopeError
     where the scope lacks a parameter; GraphError where it holds another type than the program declares;
@@ -60,6 +62,9 @@ def save_inference_model(
     lacking = [v.name for v in served.variables if v.persistable and v.producer is None and not scope.has_var(v.name)]
     if lacking:
         raise not_in_scope(f"parameter '{lacking[0]}'", program.name, len(lacking))
+    if isinstance(path, str | os.PathLike):
+        with suppress(OSError, ValueError):  # to_onnx says what is wrong with it
+            os.makedirs(os.path.dirname(path) or os.curdir, exist_ok=True)
     served.to_onnx(path, scope=scope)
 
 

@@ -36,6 +36,11 @@ def what_is_missing(place: Place) -> str | None:
     return webgpu_missing(place.device_id) if isinstance(place, WebGPUPlace) else None
 
 
+def cuda_usable() -> bool:
+    """Whether ``CUDAPlace(0)`` can be used: what scripts ask Paddle's ``is_compiled_with_cuda`` for."""
+    return cuda_missing(0) is None
+
+
 @functools.cache
 def webgpu_missing(device_id: int) -> str | None:
     """What keeps onnxruntime from using this device through WebGPU, in words; None where it can."""

@@ -60,9 +60,17 @@ def _as_real(e: Emitter, value: Value, like: Value) -> Value:
 
 
 def _branch(e: Emitter, name: str, write: Callable[[], Sequence[Value]]) -> onnx.GraphProto:
-    """The nodes that ``write`` emits, but for those that nothing reads, as a graph of what it gives."""
+    """The nodes that ``write`` emits, but for those that nothing reads, as a graph of what it gives.
+
+    A branch gives nothing as it stands that was made outside of it, and nothing twice: onnxruntime refuses both.
+    """
     with e.nested():
-        results = write()
+        results = list(write())
+        own = {output for node in e.nodes for output in node.output}
+        for place, v in enumerate(results):
+            if v.name not in own:
+                results[place] = e.op("Identity", v, dtype=v.dtype, shape=v.shape)
+            own.discard(v.name)
         outputs = [onnx.helper.make_tensor_value_info(v.name, ONNX_TYPES[v.dtype], v.shape) for v in results]
         return onnx.helper.make_graph(needed(e.nodes, results), name, [], outputs)
 

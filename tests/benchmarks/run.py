@@ -105,7 +105,7 @@ def bert12() -> None:
                 optimizer = amp.decorate(optimizer, use_pure_fp16=mode == "pure-fp16")
             optimizer.minimize(loss, startup)
         built = time.perf_counter()
-        lowered = main.lower(amp.CPUPlace(), fetches=[loss])
+        lowered = main.lower(amp.CPUPlace(), fetch_list=[loss])
         done = time.perf_counter()
         print(
             f"BERT-12 {mode}: build {built - start:.2f} s, lower {done - built:.2f} s, total {done - start:.2f} s "

@@ -176,6 +176,27 @@ def test_wrong_usage_is_status_2() -> None:
         amp.convert("model.onnx", mode="fp16")
 
 
+@pytest.mark.parametrize(
+    ("given", "near"),
+    [
+        (["convert", "--exclude", "x*"], "--exclude x*; did you mean '--except'?"),
+        (["convert", "--op-block-list=Conv"], "--op-block-list=Conv; did you mean '--black-list'?"),
+        (["train", "--learning-rate", "1"], "--learning-rate 1\n"),
+        (["train", "--device", "cuda"], "--device cuda\n"),
+        (["info", "--fp16"], "--fp16\n"),
+    ],
+)
+def test_an_unknown_option_is_named_with_those_near_it(
+    given: list[str], near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {"convert": ["a.onnx", "b.onnx"], "train": ["a.onnx", "b.onnx", "--data", "d.npz"], "info": ["a.onnx"]}
+    with pytest.raises(SystemExit) as done:
+        main([given[0], *files[given[0]], *given[1:]])
+    assert done.value.code == 2
+    told = capsys.readouterr().err
+    assert f"unrecognized arguments: {near}" in told and f"'amp-transpile {given[0]} --help' lists" in told
+
+
 def test_ctrl_c_while_a_command_is_loaded_is_quiet(monkeypatch, capsys):
     def interrupted(command):
         raise KeyboardInterrupt

@@ -47,3 +47,20 @@ def test_reports_and_differences_count_the_same(path: Path, capsys: pytest.Captu
     assert main(["convert", str(path), str(path.with_name("half.onnx")), "--quiet"]) == 0
     assert main(["diff", str(path), str(path.with_name("half.onnx"))]) == 0
     assert "weights in float32: 28 -> " in capsys.readouterr().out
+
+
+def test_weights_beside_a_model_go_into_the_converted_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And a folder of arrays may hold the model, its copies and what else there is."""
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]> n (float[4096] x) => (float[4096] y) { y = Add(x, w) }'
+    )
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(4096, np.float32), "w"))
+    amp.Program.from_onnx(model).to_onnx(tmp_path / "m.onnx", external_data=True)
+    np.save(tmp_path / "x.npy", np.ones(4096, np.float32))
+    source, out = str(tmp_path / "m.onnx"), tmp_path / "out.onnx"
+    for option, files in (("--external-data", 2), ("--no-external-data", 1), ("--no-external-data", 1)):
+        assert main(["convert", source, str(out), option, "--calibration", str(tmp_path), "--check"]) == 0
+        assert len(list(tmp_path.glob("out.onnx*"))) == files
+    assert "onnxruntime loads it" in capsys.readouterr().out
+    assert main(["convert", source, str(tmp_path / "x.npy"), "--calibration", str(tmp_path)]) == 2
+    assert "are the same file" in capsys.readouterr().err

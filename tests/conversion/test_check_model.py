@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.cli.main import main
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.passes.view.names import label
 from tests.corpora.leaving import CASES
+from tests.helpers.sessions import session
 
 
 @pytest.mark.parametrize(  # on CPU results are rounded as on CUDA
@@ -147,6 +150,12 @@ def test_operators_without_a_kernel() -> None:
     assert found.ok and list(found.without_kernel.values()) == [1]
     assert "GRU (no WebGPU kernel for GRU at float16" in str(found)
     assert not amp.check_model(model, "cuda").without_kernel and not amp.check_model(model, "cpu").without_kernel
+    text = (
+        '<ir_version: 8, opset_import: ["" : 18]> m (float16[4] x) => (float16[4] y) { a = HardSwish(x) y = Mish(a) }'
+    )
+    model = onnx.parser.parse_model(text)
+    assert session(model).run(None, {"x": np.ones(4, np.float16)}), "by their bodies, between casts"
+    assert not amp.check_model(model, "cpu").without_kernel
     text = '<ir_version: 8, opset_import: ["" : 17]> m (bfloat16[4,4] x) => (bfloat16[4,4] y) { y = MatMul(x, x) }'
     found = amp.check_model(onnx.parser.parse_model(text), "cpu")
     assert found.ok and "onnxruntime by itself does not run it" in str(found)
@@ -214,3 +223,18 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["check", str(path), "--place", "webgpu", "--data", str(data)]) == 3
     out = capsys.readouterr().out
     assert "leaves at 'ReduceMean -> m' (ReduceMean): overflow of a partial sum" in out and "256 summands" in out
+
+
+def test_the_record_is_written_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = CASES["mean"]
+    model, data, out = tmp_path / "m.onnx", tmp_path / "data.npz", tmp_path / "found.json"
+    onnx.save(case.model(), model)
+    np.savez(data, **case.sample())
+    command = ["check", str(model), "--data", str(data), "--place", "webgpu", "--json"]
+    assert main([*command, str(out)]) == 3 and main([*command, str(data)]) == 2
+    assert "are the same file" in capsys.readouterr().err
+    found, told = amp.check_model(model, "webgpu", data=str(data)), json.loads(out.read_text("ascii"))
+    assert told == found.to_dict() and told["missed"] == list(found.missed) and not told["ok"]
+    assert found.leaving is not None and told["leaving"]["cause"] == "overflow of a partial sum"
+    assert [each["operator"] for each in told["operators"]] == [label(each.op) for each in found.operators]
+    assert told["outputs"] == {"y": "Infinity"}, "JSON has no number for it"

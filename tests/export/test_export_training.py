@@ -66,7 +66,7 @@ def test_a_step_for_processors_has_no_kernel_that_older_builds_lack(tmp_path: Pa
         x, label = amp.data("x", [4, 64], "float32"), amp.data("label", [4, 1], "int64")
         loss = F.cross_entropy(amp.nn.fc(x, 64), label)
         amp.optimizer.Adam(0.01).minimize(loss, startup)
-    lowered = main.lower(CPU, fetches=[loss]).model
+    lowered = main.lower(CPU, fetch_list=[loss]).model
     assert "GatedAdd" in {node.op_type for node in every_node(lowered.graph.node)}
     with amp.scope_guard(amp.Scope()):
         executor = amp.Executor(CPU)

@@ -97,6 +97,10 @@ def test_an_output_that_is_read_is_refused(
         ("--black-list Nope", "'Nope'"),
         ("--trainable w --freeze w", "both name 'w'"),
         ("--label x", "--label x: the model has a tensor"),
+        (
+            "--label classes",
+            "'classes'; the program is fed x, classes, and there is x, label; --label names the labels",
+        ),
         ("--checkpoint data.npz", "--checkpoint 'data.npz' is a file"),
         ("--log data.npz", "--log 'data.npz' is a file"),
         ("--checkpoint no/where", "there is no folder"),

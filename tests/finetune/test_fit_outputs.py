@@ -12,6 +12,7 @@ import onnxruntime as ort
 import pytest
 
 import amp_transpiler as amp
+from tests.helpers.fitting import FAST, features, linear
 
 
 def parsed(text: str, **weights: tuple[int, ...]) -> onnx.ModelProto:
@@ -130,3 +131,19 @@ def test_messages_name_the_way_out(tmp_path: Path) -> None:
     scalar = parsed("net (float[n, 4] x, float s) => (float[n, 3] y) { z = Mul (x, s)\n y = MatMul (z, w) }", w=(4, 3))
     with pytest.raises(amp.errors.FeedError, match="no input is left to be fed"):
         amp.fit(scalar, tmp_path / "a.onnx", data={"x": x, "label": np.ones(40, int)}, values={"x": 0.0, "s": 1.0})
+
+
+def test_labels_may_be_called_like_an_output(tmp_path: Path) -> None:
+    """Data of x and y, and a model whose output is y: the file is that of labels called otherwise."""
+    data = features(40)
+    named = {"x": data["x"], "y": data["label"]}
+    amp.fit(linear(), tmp_path / "a.onnx", data=data, test=data, epochs=2, **FAST)
+    for epochs in (1, 2):  # and it goes on from a checkpoint
+        state = tmp_path / "state"
+        amp.fit(
+            linear(), tmp_path / "b.onnx", data=named, test=named, label="y", epochs=epochs, checkpoint=state, **FAST
+        )
+    assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
+    for taken in ("x", "w"):
+        with pytest.raises(amp.errors.ArgumentError, match=f"label={taken}: the model has a tensor of that name"):
+            amp.fit(linear(), tmp_path / "c.onnx", data={**data, taken: data["label"]}, label=taken)

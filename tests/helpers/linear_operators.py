@@ -29,7 +29,7 @@ def check_linear(
         loss = F.sum(y * amp.data("g", list(expected.shape), "float32"))
         ((_, gradient),) = amp.append_backward(loss)
     feed = {"x": x, "g": weights}
-    lowered = program.lower(amp.CUDAPlace(0), feed_shapes={n: a.shape for n, a in feed.items()}, fetches=[gradient])
+    lowered = program.lower(amp.CUDAPlace(0), feed_shapes={n: a.shape for n, a in feed.items()}, fetch_list=[gradient])
     assert not without_cuda_kernel(onnx.shape_inference.infer_shapes(lowered.model))
     exe, scope = amp.Executor(amp.CPUPlace()), amp.Scope()
     exe.run(program.startup, scope=scope)

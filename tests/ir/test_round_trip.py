@@ -2,6 +2,7 @@
 
 import copy
 import lzma
+import pickle
 import sys
 from pathlib import Path
 
@@ -237,6 +238,21 @@ def test_initializers_that_are_inputs():
     changed = program.to_onnx()
     assert changed.ir_version == 4, "before format version 4 every initializer has to be an input"
     assert same(run(changed, {"x": np.ones(2, np.float32)}), [np.array([4, 5], np.float32)])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("external", [False, True], ids=["embedded", "external"])
+@pytest.mark.parametrize("started", [False, True])
+def test_an_imported_program_is_copied_and_pickled(copied, external, started, tmp_path):
+    path = tmp_path / "model.onnx"
+    Program.from_onnx(text(EVERYTHING)).to_onnx(path, external_data=external)
+    program = Program.from_onnx(path)
+    if started:
+        assert program.startup.operators
+    found = copied(program)
+    (tmp_path / "model.onnx.data").unlink(missing_ok=True)
+    assert found.to_onnx(external_data=False) == program.to_onnx(external_data=False)
+    assert found.startup.to_onnx(external_data=False) == program.startup.to_onnx(external_data=False)
 
 
 def test_nodes_out_of_order_are_put_in_order():

@@ -204,7 +204,7 @@ def test_labels_and_lengths_out_of_range(name: str, value: list[Any]) -> None:
     with amp.program_guard(main, amp.Program()):
         fed = [amp.data(n, list(a.shape), "int64") for n, a in given.items()]
         F.ctc_loss(amp.data("logits", [5, 2, 4], "float32"), *fed, reduction="none")
-    model = main.lower(amp.CUDAPlace(0), fetches=[main.operators[-1].outputs[0]]).model
+    model = main.lower(amp.CUDAPlace(0), fetch_list=[main.operators[-1].outputs[0]]).model
     found = run_cpu(model, {"logits": logits.astype(np.float32), **given})[0]
     [wrong] = (i for i in range(2) if value[i] != VALID[name][i])
     assert np.isnan(found[wrong])

@@ -290,10 +290,10 @@ def test_a_pool_of_tiles_on_a_gpu_takes_no_positions_nor_zeros_and_drops_what_de
     dy = fed["w"] * np.asarray(1 / 24, dtype)
     expected = np.where(np.arange(6) == tiles.argmax(-1)[..., None], dy[..., None], 0).astype(dtype)
     expected = expected.reshape(2, 3, 2, 2, 2, 3).swapaxes(3, 4).reshape(shape)
-    lowered = main.lower(amp.CUDAPlace(0), fetches=["p@GRAD"])
+    lowered = main.lower(amp.CUDAPlace(0), fetch_list=["p@GRAD"])
     kinds = [node.op_type for node in lowered.model.graph.node]
     assert "ScatterElements" not in kinds and kinds.count("Greater") == 1
-    both = main.lower(amp.CUDAPlace(0), fetches=["p@GRAD", f"{h.name}@GRAD"])
+    both = main.lower(amp.CUDAPlace(0), fetch_list=["p@GRAD", f"{h.name}@GRAD"])
     for found, wanted in (
         (run_reference(lowered.model, fed)[0], np.where(live > 0, expected, np.zeros_like(expected))),
         (run_reference(both.model, fed)[1], expected),

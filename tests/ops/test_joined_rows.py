@@ -35,7 +35,7 @@ def deep(layers: int) -> tuple[amp.Program, amp.Program, list[amp.Variable]]:
 def test_no_kernel_on_cuda_takes_more_than_it_can() -> None:
     """34 layers, 68 parameters of several sizes; beyond it makes a table as long as the row, in every step."""
     main, _, fetched = deep(34)
-    model = main.lower(amp.CUDAPlace(0), fetches=fetched).model
+    model = main.lower(amp.CUDAPlace(0), fetch_list=fetched).model
     assert with_tables(model) == []
     assert max(len(node.input) for node in model.graph.node if node.op_type == "Concat") > 20
 
@@ -63,7 +63,7 @@ def test_a_huge_parameter_has_a_buffer_of_its_own(monkeypatch: pytest.MonkeyPatc
     """So its gradient is not copied; the others lie together as before."""
     monkeypatch.setattr(flat_layout, "_HUGE", 12)
     main, _, fetched = deep(6)
-    lowered = main.lower(amp.CUDAPlace(0), fetches=fetched[:1])
+    lowered = main.lower(amp.CUDAPlace(0), fetch_list=fetched[:1])
     of_each = sorted(len(port.segments) for port in lowered.states if "moment1" in port.variable)
     shapes = [v.shape or () for v in main.variables if v.trainable]
     huge = [shape for shape in shapes if math.prod(shape) >= 12]

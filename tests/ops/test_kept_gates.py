@@ -67,11 +67,11 @@ def test_gradients_are_those_of_gates_computed_again(
 @pytest.mark.parametrize("type_", ["LSTM", "GRU"])
 def test_no_gate_is_computed_twice(type_: str) -> None:
     program, _, wanted = trained(type_, 1, None, **({"linear_before_reset": 1} if type_ == "GRU" else {}))
-    nodes = list(program.lower(amp.CPUPlace(), fetches=wanted).model.graph.node)
+    nodes = list(program.lower(amp.CPUPlace(), fetch_list=wanted).model.graph.node)
     kinds = [node.op_type for node in nodes]
     # The input's part of the gates, then the gradients of X, W and R; what the recurrences need is inside them.
     assert kinds.count("Gemm") == 4 and kinds.count("Scan") == 2 and type_ not in kinds
     evaluated = program.clone(for_test=True)
     assert type_ in [
-        node.op_type for node in evaluated.lower(amp.CPUPlace(), fetches=[evaluated.var("y")]).model.graph.node
+        node.op_type for node in evaluated.lower(amp.CPUPlace(), fetch_list=[evaluated.var("y")]).model.graph.node
     ]

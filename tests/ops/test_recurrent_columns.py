@@ -65,7 +65,7 @@ def test_nothing_comes_out_otherwise(
 @pytest.mark.parametrize(("batch", "left"), [(7, False), (8, True)])
 def test_from_eight_rows_on_a_step_multiplies_the_weights_with_the_state(batch: int, left: bool) -> None:
     program, _, wanted = trained("LSTM", 1, batch, False, False, {})
-    model = program.lower(amp.CPUPlace(), fetches=wanted).model
+    model = program.lower(amp.CPUPlace(), fetch_list=wanted).model
     scans = [node for node in model.graph.node if node.op_type == "Scan"]
     bodies = [onnx.helper.get_node_attr_value(node, "body") for node in scans]
     products = [node for body in bodies for node in body.node if node.op_type in ("Gemm", "MatMul")]

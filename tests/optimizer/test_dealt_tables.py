@@ -304,7 +304,7 @@ def test_a_rank_draws_its_own_rows_on_cuda() -> None:
         parts = startup_parts(with_table(make, 301, dealt=True))
         rest, held = parts.rest, parts.held
         assert rest is not None and held
-        model = rest.lower(amp.CUDAPlace(0), fetches=[rest.var("table")]).model
+        model = rest.lower(amp.CUDAPlace(0), fetch_list=[rest.var("table")]).model
         assert not without_cuda_kernel(onnx.shape_inference.infer_shapes(model))
         scalars = {"@rank": distributed.rank(), "@zero": 0}
         fed = {i.name: np.array(scalars[i.name], np.float32) for i in model.graph.input}

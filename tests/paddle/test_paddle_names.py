@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx.parser
 import pytest
 
 import amp_transpiler as amp
@@ -111,6 +113,7 @@ def test_a_function_without_the_arguments_of_its_table_is_refused(function: Any,
 # -- the table of this package -------------------------------------------------------------------------------
 def test_every_table_is_carried_by_something_and_every_name_leads_somewhere() -> None:
     tables = paddle.paddle_names()
+    assert amp.convert is not None, "loaded when it is asked for"
     assert set(tables["arguments"]) == paddle.carried
     for module, names in tables["names"].items():
         attribute = paddle.paddle_attributes(module)
@@ -120,6 +123,17 @@ def test_every_table_is_carried_by_something_and_every_name_leads_somewhere() ->
             else:
                 with pytest.raises(MissingNameError, match="(?s): .{10}"):
                     attribute(name)
+
+
+def test_conversion_takes_the_words_of_onnxconverter_common() -> None:
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]> g (float[8] x) => (float[8] y) { [a] t = Exp(x) [b] y = Neg(t) }'
+    )
+    ours = amp.convert(model, keep_io=False, black_list=["Exp"], exclude=["b"])
+    theirs: dict[str, Any] = {"keep_io_types": False, "op_block_list": ["Exp"], "node_block_list": ["b"]}
+    assert amp.convert(model, **theirs).to_onnx() == ours.to_onnx()
+    for name in theirs:
+        assert amp.convert(model, **{k: v for k, v in theirs.items() if k != name}).to_onnx() != ours.to_onnx()
 
 
 def test_an_argument_that_there_is_not_names_those_that_there_are(layer: Any) -> None:
@@ -253,3 +267,21 @@ def test_initializers_and_schedules_as_paddles_documentation_writes_them() -> No
             wrong()
     # lr * d_model ** -0.5 * min(step ** -0.5, step * warmup ** -1.5), with the size that Paddle's documentation has
     assert amp.optimizer.lr.NoamDecay(d_model=0.01, warmup_steps=100).value(3) == pytest.approx(10 * 3 * 100**-1.5)
+
+
+def test_a_misspelt_name_leads_to_those_near_it() -> None:
+    program = amp.Program()
+    with amp.program_guard(program):
+        x = amp.data("x", [2])
+    F = amp.nn.functional
+    for home, name, near in (
+        (F, "sofmax", "'softmax'"),
+        (amp.optimizer, "Adamw", "'AdamW'"),
+        (amp.static, "programguard", "'program_guard'"),
+        (x, "reshap", "'reshape'"),
+        (program, "outpts", "'outputs'"),
+    ):
+        with pytest.raises(MissingNameError, match=f"has no attribute '{name}'; did you mean .*{near}"):
+            getattr(home, name)
+    with pytest.raises(MissingNameError, match="has no attribute '_softmax'$"):
+        F._softmax  # type: ignore[attr-defined]  # noqa: B018

@@ -43,7 +43,7 @@ def test_blocks_operators_and_variables() -> None:
     assert net.startup.seed == net.startup.random_seed == 7
     with pytest.raises(AttributeError, match="amp.save_checkpoint"):
         net.main.state_dict()
-    with pytest.raises(AttributeError, match="has no attribute 'al_parameters'$"):
+    with pytest.raises(AttributeError, match="has no attribute 'al_parameters'; did you mean 'all_parameters'"):
         net.main.al_parameters()
 
 

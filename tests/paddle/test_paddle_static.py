@@ -260,7 +260,16 @@ def test_saving_by_paddles_keyword(tmp_path: Any) -> None:
     out = static.nn.fc(x, 2)
     exe = static.Executor(static.CPUPlace())
     exe.run(static.default_startup_program())
-    static.save_inference_model(path_prefix=str(tmp_path / "m.onnx"), feed_vars=[x], fetch_vars=[out], executor=exe)
-    program, feeds, fetches = static.load_inference_model(path_prefix=str(tmp_path / "m.onnx"), executor=exe)
+    path = str(tmp_path / "no" / "folder" / "yet" / "m.onnx")
+    static.save_inference_model(path_prefix=path, feed_vars=[x], fetch_vars=[out], executor=exe)
+    program, feeds, fetches = static.load_inference_model(path_prefix=path, executor=exe)
     (value,) = exe.run(program, feed={feeds[0]: np.ones((2, 3), np.float32)}, fetch_list=fetches)
     assert value.shape == (2, 2)
+
+
+def test_a_script_chooses_its_place() -> None:
+    place = paddle.CUDAPlace(0) if paddle.is_compiled_with_cuda() else paddle.CPUPlace()
+    static.Executor(place)
+    if place != paddle.CUDAPlace(0):
+        with pytest.raises(paddle.errors.PlaceError):
+            static.Executor(paddle.CUDAPlace(0))

@@ -34,7 +34,7 @@ def many_pieces() -> tuple[amp.Program, amp.Program, list[amp.Variable]]:
 
 def test_a_program_and_its_gradients_make_no_table() -> None:
     main, _, fetched = many_pieces()
-    model = main.lower(amp.CUDAPlace(0), fetches=fetched).model
+    model = main.lower(amp.CUDAPlace(0), fetch_list=fetched).model
     assert with_tables(model) == []
     assert {"Concat", "Slice", "Split"} <= {node.op_type for node in model.graph.node}
 
@@ -45,7 +45,7 @@ def test_every_number_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     for traits in ({}, {"by_address": True, "most_tensors": 5, "most_pieces": 5}):
         change_place(monkeypatch, "cpu", **traits)
         main, startup, fetched = many_pieces()
-        assert bool(with_tables(main.lower(amp.CPUPlace(), fetches=fetched).model, 5)) != bool(traits)
+        assert bool(with_tables(main.lower(amp.CPUPlace(), fetch_list=fetched).model, 5)) != bool(traits)
         scope, exe = amp.Scope(), amp.Executor(threads=1, optimization_level="basic")
         exe.run(startup, scope=scope)
         steps = [exe.run(main, {"x": X * n}, fetched, scope) for n in (1, 2, 3)]

@@ -61,7 +61,7 @@ SIZES = {1: 4, 2: 1, 3: 1, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 12: 4, 13: 8, 16: 2}
 def test_a_count_of_its_own_agrees(name: str, mode: str) -> None:
     """Sizes by ONNX's inference over the written model, weights and all, and views by name."""
     main, loss = step(name, mode)
-    lowered = main.lower(CUDA, fetches=[loss])
+    lowered = main.lower(CUDA, fetch_list=[loss])
     model = onnx.shape_inference.infer_shapes(lowered.model, data_prop=True)
     size = {t.name: (t.data_type, math.prod(t.dims)) for t in model.graph.initializer}
     for info in [*model.graph.input, *model.graph.output, *model.graph.value_info]:
@@ -338,6 +338,10 @@ def test_wrong_arguments_are_refused() -> None:
     ).cost_estimate(amp.CPUPlace())
     with pytest.raises(amp.AmpError, match="takes a place"):
         amp.Program().cost_estimate("cuda")  # type: ignore[arg-type]
+    shapes, place = {"x": (8,)}, amp.CPUPlace()
+    for estimate_of in (amp.Program().memory_estimate, amp.Program().cost_estimate):
+        with pytest.raises(amp.AmpError, match=r"got \{'x'.*feed_shapes=... and place=... may come in any order"):
+            estimate_of(*((place, shapes) if "memory" in estimate_of.__name__ else (shapes, place)))
     with pytest.raises(amp.AmpError, match=r"no device 'H10'. Did you mean 'H100'"):
         found.forecast("H10")
     with pytest.raises(amp.AmpError, match="forecasts are of CUDA devices"):

@@ -131,8 +131,10 @@ def test_outputs_may_be_inputs_constants_repeated_or_aliases() -> None:
 def test_lower_is_public(place: amp.CPUPlace | amp.CUDAPlace, tmp_path: Path) -> None:
     program = amp.convert(onnx.parser.parse_model(IF))
     path = tmp_path / "lowered.onnx"
-    program.lower(place, feed_shapes={"x": (2, 4)}, fetches=["y"]).to_onnx(str(path))
+    program.lower(place, feed_shapes={"x": (2, 4)}, fetch_list=["y"]).to_onnx(str(path))
     onnx.checker.check_model(onnx.load(path), full_check=True)
+    earlier = {"fetches": ["y"]}  # the name up to 0.1.0
+    assert program.lower(place, feed_shapes={"x": (2, 4)}, **earlier).model == onnx.load(path)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="'z' is no feed"):
         program.lower(place, feed_shapes={"z": (2, 4)})
     with pytest.raises(ArgumentTypeError, match="lower takes a place"):
@@ -192,7 +194,7 @@ def test_a_rule_may_write_operators_of_the_runtime() -> None:
         gate = amp.data("gate", [4, 1], "float32")
         out = program.add_variable("out", "float32", (4, 8))
         program.add_operator("GatedSum", [x, y, gate], [out], domain="docs.lowering")
-    lowered = program.lower(amp.CPUPlace(), fetches=[out])
+    lowered = program.lower(amp.CPUPlace(), fetch_list=[out])
     cost = program.cost_estimate(amp.CPUPlace(), fetch_list=[out])
     assert (cost.kernels, cost.bytes) == (3, 4 * (3 * 32 + 4 + 2 * 32 + 2 * 32))
     rng = np.random.default_rng(0)

@@ -39,7 +39,7 @@ def program() -> tuple[amp.Program, list[Any], dict[str, Any]]:
 
 def results(place: str) -> tuple[list[tuple[str, int]], list[Any]]:
     main, fetches, state = program()
-    lowered = main.lower(amp.CUDAPlace(0) if place == "cuda" else amp.CPUPlace(), fetches=fetches)
+    lowered = main.lower(amp.CUDAPlace(0) if place == "cuda" else amp.CPUPlace(), fetch_list=fetches)
     given = {port.tensor: state[port.variable] for port in lowered.states} | {"x": X, "g": G}
     given |= {name: np.zeros((), np.float32) for name in lowered.scalars}
     if place == "cpu":
@@ -73,7 +73,7 @@ def test_values_and_gradients(place: str) -> None:
 def test_who_fetches_the_multiple_gets_it() -> None:
     main, fetches, state = program()
     dropped = next(op for op in main.operators if op.type == "Dropout").outputs[0]
-    lowered = main.lower(amp.CUDAPlace(0), fetches=[dropped, fetches[0]])
+    lowered = main.lower(amp.CUDAPlace(0), fetch_list=[dropped, fetches[0]])
     given = {port.tensor: state[port.variable] for port in lowered.states} | {"x": X}
     known = node_by_node(lowered.model, given | {name: np.zeros((), np.float32) for name in lowered.scalars})
     multiple, y = (known[port.tensor] for port in lowered.fetches)
@@ -154,7 +154,7 @@ def test_places_of_unknown_number_are_transposed() -> None:
     ids = np.array([[1, 6, 2, 6, 0], [3, 6, 6, 4, 5]])
     found = []
     for place in (amp.CPUPlace(), amp.CUDAPlace(0)):
-        lowered = main.lower(place, {"ids": ids.shape}, fetches=[loss, grad])
+        lowered = main.lower(place, {"ids": ids.shape}, fetch_list=[loss, grad])
         given = {port.tensor: np.round(weights, 4) for port in lowered.states} | {"ids": ids}
         known = node_by_node(lowered.model, given | {name: np.zeros((), np.float32) for name in lowered.scalars})
         found.append([known[port.tensor] for port in lowered.fetches])

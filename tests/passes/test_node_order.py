@@ -125,14 +125,14 @@ def test_a_step_gives_the_same_bits_as_in_the_order_of_the_rules(monkeypatch: py
 
 def test_few_nodes_wait_in_a_step_of_many_parameters() -> None:
     main, _, loss, _ = _mlp(140)
-    lowered = main.lower(amp.CPUPlace(), fetches=[loss])
+    lowered = main.lower(amp.CPUPlace(), fetch_list=[loss])
     assert _waiting(list(lowered.model.graph.node)) < 600  # in the order of the rules 1125
 
 
 def test_gradients_are_made_as_soon_as_they_can_be() -> None:
     """Those of weights in a group of their own, and of many: what they are made of is not kept for the end."""
     main, _, loss, _ = _mlp(80)  # 1601 tensors in Adam; norms are a second group, of float32
-    lowered = main.lower(amp.CUDAPlace(0), fetches=[loss])
+    lowered = main.lower(amp.CUDAPlace(0), fetch_list=[loss])
     live = plan(lowered)
     sums = [lowered.tensors[f"fc_{i}.tmp_1@GRAD"].name for i in range(1, 80)]
     kept = [live.spans[live.merged.get(name, name)] for name in sums]
@@ -142,7 +142,7 @@ def test_gradients_are_made_as_soon_as_they_can_be() -> None:
 def test_what_fetches_alone_need_runs_first() -> None:
     """So the scores go as soon as the loss and its gradient have read them."""
     main, loss = benchmark("mlp", "pure")
-    lowered = main.lower(amp.CUDAPlace(0), fetches=[loss])
+    lowered = main.lower(amp.CUDAPlace(0), fetch_list=[loss])
     live = plan(lowered)
     step = {name: number for number, node in enumerate(live.order) for name in node.outputs}
     first_gradient = min(step[name] for name in step if name.startswith("fc_1.tmp_1@GRAD"))
@@ -154,7 +154,7 @@ def test_what_fetches_alone_need_runs_first() -> None:
 def test_a_feed_is_cast_again_for_the_backward_pass(tmp_path: Path) -> None:
     """And stays so: onnxruntime does not make one cast of two. A feed that only one of them reads is cast once."""
     main, loss = benchmark("mlp", "pure")
-    lowered = main.lower(amp.CUDAPlace(0), fetches=[loss])
+    lowered = main.lower(amp.CUDAPlace(0), fetch_list=[loss])
     live, views, nodes = plan(lowered), {"image"}, []
     for node in lowered.model.graph.node:
         if node.op_type in ("Cast", "Reshape") and node.input[0] in views:
@@ -184,7 +184,7 @@ def test_a_feed_is_cast_again_for_the_backward_pass(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "mode"), [("bert", "fp32"), ("cnn", "mixed"), ("lstm", "pure"), ("mlp", "pure")])
 def test_an_optimizer_that_is_left_out_would_have_changed_nothing(name: str, mode: str, tmp_path: object) -> None:
     main, loss = benchmark(name, mode)
-    model = main.lower(amp.CPUPlace(), fetches=[loss]).model
+    model = main.lower(amp.CPUPlace(), fetch_list=[loss]).model
     useless = useless_optimizers(model)
     assert len(useless) > 10
     found = []

@@ -157,7 +157,7 @@ def run(build: Callable[[amp.Variable], Sequence[amp.Variable]], shape: tuple[in
     exe = amp.Executor(amp.CPUPlace())
     for _ in range(2):
         found = exe.run(main, {"x": x}, list(wanted), amp.Scope())
-    model, ends, _ = taken_apart(main.lower(amp.CPUPlace(), fetches=list(wanted), feed_shapes={"x": shape}).model)
+    model, ends, _ = taken_apart(main.lower(amp.CPUPlace(), fetch_list=list(wanted), feed_shapes={"x": shape}).model)
     types = [node.op_type for node in model.graph.node]
     return found, [" ".join(types[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -201,7 +201,7 @@ def test_by_itself_a_rank_receives_what_it_sends() -> None:
     declare_outputs(main.add_operator("AllGatherRows", [ids, x], [rows, values], attrs=attrs, domain=OWN))
     wanted = [rows, values, appended("AllReduce", x, precision="float32")]
     feed = {"x": np.arange(6, dtype=np.float32).reshape(2, 3), "ids": np.array([4, 1])}
-    lowered = main.lower(amp.CPUPlace(), fetches=wanted)
+    lowered = main.lower(amp.CPUPlace(), fetch_list=wanted)
     alone = ort.InferenceSession(by_itself(lowered.model).SerializeToString())
     for found in (
         alone.run([port.tensor for port in lowered.fetches], feed),

@@ -82,7 +82,7 @@ def test_a_lowering_rule_is_asked_too() -> None:
     with pytest.raises(
         GraphError, match="the lowering rule of amp_transpiler::Twofold, .* gave a tensor; expected a list of 1"
     ):
-        program.lower(amp.CPUPlace(), fetches=["y"])
+        program.lower(amp.CPUPlace(), fetch_list=["y"])
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def types_of_products(made: Any) -> set[str]:
 
 def test_a_head_outside_the_guard_is_computed_in_float64() -> None:
     made = net()
-    lowered = made.main.lower(amp.CUDAPlace(0), fetches=[made.loss])
+    lowered = made.main.lower(amp.CUDAPlace(0), fetch_list=[made.loss])
     onnx.checker.check_model(lowered.model)
     assert types_of_products(made) <= {"float64", "float16"} and "float64" in types_of_products(made)
     assert lowered.tensor_cores
@@ -80,7 +80,7 @@ def test_it_is_on_cuda_and_can_be_captured(tmp_path: Path) -> None:
 def test_elsewhere_products_stay_fp32(options: dict[str, Any], kinds: set[str]) -> None:
     made = net(**options)
     assert types_of_products(made) <= kinds and "float32" in types_of_products(made)
-    assert not made.main.lower(amp.CUDAPlace(0), fetches=[made.loss]).tensor_cores
+    assert not made.main.lower(amp.CUDAPlace(0), fetch_list=[made.loss]).tensor_cores
 
 
 def test_on_cpu_nothing_is_float64() -> None:

@@ -85,3 +85,10 @@ def test_what_a_function_does_not_take_is_named(
 def test_a_variable_by_something_else_than_its_name(name: Any, net: Net) -> None:
     with pytest.raises(GraphError, match=f"has no variable '{name}'"):
         net[0].var(name)
+
+
+def test_what_catches_a_wrong_value_catches_a_wrong_type() -> None:
+    kinds = {name: kind for name, kind in vars(amp.errors).items() if isinstance(kind, type)}
+    of_types = {name for name, kind in kinds.items() if issubclass(kind, TypeError)}
+    assert of_types >= {"ArgumentTypeError", "ListTypeError", "FeedTypeError"}
+    assert all(issubclass(kinds[name], kinds[name.replace("Type", "")]) for name in of_types)

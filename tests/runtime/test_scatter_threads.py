@@ -105,7 +105,7 @@ def test_a_programs_own_scatters_add_whole(
         "at": at_,
         "rows": rng.normal(size=(*places, *shape[k:])).astype(np.float32),
     }
-    found = scatters(program.lower(amp.CPUPlace(), fetches=[result]).model.graph)
+    found = scatters(program.lower(amp.CPUPlace(), fetch_list=[result]).model.graph)
     assert any(map(races, found)) is not fixed
     exe, scope = amp.Executor(amp.CPUPlace(), threads=THREADS), amp.Scope()
     scope.set_var("one", np.ones(1, np.float32))

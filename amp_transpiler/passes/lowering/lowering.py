@@ -163,7 +163,7 @@ def lower(
 def lower_for(
     program: Graph,
     place: Place,
-    feed_shapes: dict[str, tuple[int, ...]] | None = None,
+    feed_shapes: Mapping[str, Sequence[int]] | None = None,
     fetches: Sequence[Variable | str] = (),
 ) -> Lowered:
     """The model that ``place`` runs, the arguments checked; see ``Program.lower``."""

@@ -126,4 +126,6 @@ def check_place(place: object, caller: str) -> Place:
     hint = ""
     if isinstance(place, type) and issubclass(place, _PLACES):
         hint = f"; write {place.__name__}() for a place instead of the class"
+    elif isinstance(place, Mapping):
+        hint = "; named, feed_shapes=... and place=... may come in any order"
     raise ArgumentTypeError(f"{caller} takes a place, CPUPlace(), CUDAPlace(0) or WebGPUPlace(0), got {place!r}{hint}")
