@@ -44,17 +44,20 @@ def check_target(path: PathLike, what: str = "") -> Path:
     name = os.path.basename(text)
     if not text or "\0" in text:
         raise ModelFileWriteError(f"{what or 'the output'} is {text!r:.80}, which is no name of a file")
-    folder = os.path.dirname(text) or os.curdir
+    named = os.path.dirname(text) or os.curdir
     try:
-        folder = os.path.realpath(folder, strict=True)
+        folder = os.path.realpath(named, strict=True)
         if not os.path.isdir(folder):
             raise OSError(0, f"'{folder}' is no folder")
-        target = Path(folder, name)
+    except FileNotFoundError:  # the working folder too may have been removed
+        raise ModelFileWriteError(f"{refused}: there is no folder '{named}'") from None
+    except OSError as error:
+        raise ModelFileWriteError(f"{refused}: {error.strerror or error}") from None
+    target = Path(folder, name)
+    try:
         mode = target.lstat().st_mode if name not in ("", os.curdir, os.pardir) else stat.S_IFDIR
     except FileNotFoundError:
-        if not os.path.isdir(folder):
-            raise ModelFileWriteError(f"{refused}: there is no folder '{folder}'") from None
-        return Path(folder, name)
+        return target
     except OSError as error:
         raise ModelFileWriteError(f"{refused}: {error.strerror or error}") from None
     if stat.S_ISLNK(mode):
@@ -71,12 +74,16 @@ def check_target(path: PathLike, what: str = "") -> Path:
 
 
 def identities(path: PathLike) -> list[Any]:
-    """What a file is known by: its real path, and its inode where it is there."""
+    """What a file is known by: its real path, and its inode where it is there; nothing for what can be no file."""
+    try:
+        real = os.path.realpath(path)
+    except (OSError, ValueError):  # relative to a folder that was removed; with a null in it
+        return []
     try:
         found = os.stat(path)
     except (OSError, ValueError):
-        return [] if "\0" in os.fspath(path) else [os.path.realpath(path)]
-    return [os.path.realpath(path), (found.st_dev, found.st_ino)]
+        return [] if "\0" in os.fspath(path) else [real]
+    return [real, (found.st_dev, found.st_ino)]
 
 
 def same_file(one: PathLike, other: PathLike) -> bool:
@@ -84,10 +91,20 @@ def same_file(one: PathLike, other: PathLike) -> bool:
     return bool(set(identities(one)) & set(identities(other)))
 
 
+def is_utf8(path: PathLike) -> bool:
+    """Whether a path is UTF-8, as names in a model are, and as onnx and onnxruntime want those of files."""
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError:  # the bytes of another encoding, or all that is not ASCII under an ASCII locale
+        return False
+    return True
+
+
 def check_space(path: PathLike, needed: int) -> None:
     """ModelFileWriteError where the disk under ``path`` has less than ``needed`` bytes free, or its folder is none."""
-    folder = os.path.dirname(os.path.realpath(path))
+    folder = os.fspath(path)
     try:
+        folder = os.path.dirname(os.path.realpath(path))
         free = shutil.disk_usage(folder).free
     except OSError as error:
         raise ModelFileWriteError(

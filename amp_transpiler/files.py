@@ -119,21 +119,30 @@ class Workspace:
     def remove(self) -> None:
         """Remove it with all that is in it, and let go of its lock; also where Ctrl-C comes meanwhile."""
         try:
-            _remove(self.path)
+            self._remove()
         except BaseException:
-            _remove(self.path)
+            self._remove()
             raise
-        finally:
-            if self._lock is not None:
-                os.close(self._lock)
+
+    def _remove(self) -> None:
+        _empty(self.path)
+        lock, self._lock = self._lock, None
+        _end(self.path, lock)
 
 
-def _remove(workspace: Path) -> None:
-    """The lock goes last: a workspace without it would stay where this process is killed now."""
+def _empty(workspace: Path) -> None:
+    """Remove all but the lock, which goes last: a workspace without it would stay where this process is killed now."""
     with suppress(OSError):
         (workspace / _JOURNAL).unlink(missing_ok=True)
     for name in (_NEW, _OLD):
         shutil.rmtree(workspace / name, ignore_errors=True)
+
+
+def _end(workspace: Path, lock: int | None) -> None:
+    """Remove an empty one. Its lock is closed first: network drives, and file systems in user space, only rename a
+    file that is removed while it is open, and its folder then stays."""
+    if lock is not None:
+        os.close(lock)
     shutil.rmtree(workspace, ignore_errors=True)
 
 
@@ -175,10 +184,13 @@ def _remove_leftover(workspace: Path) -> None:
         return  # nobody else makes us rename what he put into a shared folder
     handle = _hold(workspace)
     if handle is not None:
-        with suppress(OSError):  # what cannot be made good stays for the next one
+        try:
             _finish(workspace)
-            _remove(workspace)
-        os.close(handle)
+        except OSError:  # what cannot be made good stays for the next one
+            os.close(handle)
+        else:
+            _empty(workspace)
+            _end(workspace, handle)
     elif not os.listdir(workspace):  # killed before it was locked; one that lives makes itself another
         with suppress(OSError):
             os.rmdir(workspace)
@@ -242,7 +254,7 @@ class Group:
                 stream.flush()
                 os.fsync(stream.fileno())
             if target.exists():
-                staged.chmod(target.stat().st_mode & 0o777)
+                set_mode(staged, target.stat().st_mode & 0o777)
         except FileExistsError:
             raise ArgumentError(f"two outputs are the same file, '{os.fspath(path)}'; choose another name") from None
         except OSError as error:
@@ -357,6 +369,21 @@ def put(content: bytes) -> Write:
         stream.write(content)
 
     return write
+
+
+def set_mode(path: Path, mode: int) -> None:
+    """Give a file its mode, where it has another.
+
+    One that the file system does not change, as some network drives and those in user space do not, stays as it is;
+    OSError where it lets in somebody whom ``mode`` does not.
+    """
+    found = path.stat().st_mode & 0o777
+    if found != mode:
+        try:
+            path.chmod(mode)
+        except OSError:
+            if found & ~mode:
+                raise
 
 
 def sync_folder(folder: Path) -> None:

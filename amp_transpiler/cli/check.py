@@ -9,6 +9,7 @@ import onnxruntime as ort
 
 from amp_transpiler.cli.terminal import printable
 from amp_transpiler.conversion.conversion_options import ConversionOptions
+from amp_transpiler.file_targets import is_utf8
 from amp_transpiler.lists import NEWEST_OPSET
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.budget import check_budget, unbounded_optimizers, within
@@ -33,6 +34,8 @@ def check(output: str, program: Program, options: ConversionOptions) -> list[str
 
 def _unusable(output: str, program: Program) -> list[str]:
     """Who refuses the file."""
+    if not is_utf8(output):
+        return ["neither onnx.checker nor onnxruntime opens the file: its path is not UTF-8 (in this locale)"]
     failures = []
     refused = _refused(output)
     if not refused:
@@ -45,7 +48,7 @@ def _unusable(output: str, program: Program) -> list[str]:
         unloaded = _unloaded(output)
         if not unloaded:
             print("  check: onnxruntime loads it")
-        elif why := _unloaded(program.conversion.source):
+        elif is_utf8(program.conversion.source) and (why := _unloaded(program.conversion.source)):
             print(f"  check: onnxruntime {ort.__version__} does not load the file, nor the model: {printable(why)}")
             if program.opset() > NEWEST_OPSET:
                 print(f"  check: export the model at opset {NEWEST_OPSET} or before, or take a newer onnxruntime")

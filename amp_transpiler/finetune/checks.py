@@ -91,7 +91,7 @@ def check_folder(path: Any, output: Any, what: str) -> None:
         raise ArgumentError(
             f"{what} '{path}' is a folder, and the model that is written has the same name; choose another"
         )
-    place = folder if folder.exists() else folder.absolute().parent
+    place = folder if folder.exists() else folder.parent
     if not place.is_dir():
         raise kind(f"{what} '{path}' cannot be made: there is no folder '{place}'")
     probe(place, f"{what} '{path}'", kind)

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import onnx
 
 from amp_transpiler.errors import ArgumentError
-from amp_transpiler.file_targets import check_space, check_target, same_file
+from amp_transpiler.file_targets import check_space, check_target, is_utf8, same_file
 from amp_transpiler.files import Group, remove_leftovers
 from amp_transpiler.ir import serializing
 from amp_transpiler.ir.graph import Graph
@@ -228,7 +228,7 @@ def _location(path: Path | None, external_data: bool | str | None) -> str:
         raise ArgumentError(f"external_data is True, False, None or a file name, not {external_data!r}")
     if path is None and external_data:
         raise ArgumentError("external data needs a file to lie beside; give to_onnx a path")
-    if not name.isascii() and name != name.encode("utf-8", "replace").decode("utf-8"):
+    if not is_utf8(name):
         raise ArgumentError(
             f"the file of external data would be called {name!r}, which is not UTF-8, as names in a "
             "model are; give it another (external_data, --external-data)"

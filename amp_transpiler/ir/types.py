@@ -87,7 +87,8 @@ def element_type(dtype: Any) -> str:
         name = _ALIASES.get(dtype.lower(), dtype.lower())
     else:
         try:
-            name = np.dtype(dtype).name
+            # A variable's ``dtype`` is a name, by which numpy before 2 took the variable for a type.
+            name = str(dtype) if isinstance(getattr(dtype, "dtype", None), str) else np.dtype(dtype).name
         except (TypeError, ValueError):  # what has an attribute ``dtype`` of another kind
             name = str(dtype)
         name = _ALIASES.get(name, name)

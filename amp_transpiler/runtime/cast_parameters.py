@@ -78,4 +78,6 @@ def _rounded(variable: Variable, scope: Scope) -> np.ndarray | None:
         raise PrecisionError(
             f"variable '{variable.name}' is {found} in the scope and cannot be rounded to {variable.dtype}"
         )
-    return device_tensors.rounded(variable.name, device_tensors.to_array(value), str(variable.dtype))
+    host = device_tensors.on_host(value)
+    array = device_tensors.shared_array(host).reshape(host.shape())
+    return device_tensors.rounded(variable.name, array, str(variable.dtype))

@@ -17,6 +17,7 @@ import onnx
 import onnxruntime as ort
 
 from amp_transpiler.errors import ArgumentTypeError, PrecisionError
+from amp_transpiler.ir.tensors import chunks
 from amp_transpiler.ir.types import BYTES, NAMES, ONNX_TYPES, element_type, numpy_dtype
 from amp_transpiler.passes.lowering.place import CPUPlace, Place
 from amp_transpiler.runtime.providers import allocate, copy, lies_on, on_device, takes_arrays
@@ -197,16 +198,22 @@ def dtype_of(value: Any) -> str:
 
 
 def rounded(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
-    """A float array in another float type; PrecisionError where a finite value of parameter ``name`` is beyond it."""
+    """A float array in another float type; PrecisionError where a finite value of parameter ``name`` is beyond it.
+
+    It takes no more memory than what it returns: tables of gigabytes go through here.
+    """
+    result = np.empty(array.shape, numpy_dtype(dtype))
+    rest = result.reshape(-1)
     with np.errstate(over="ignore"):
-        result = array.astype(numpy_dtype(dtype))
-    finite = np.isfinite(array)
-    if not np.array_equal(np.isfinite(result), finite):
-        largest = float(np.abs(array[finite]).max())
-        raise PrecisionError(
-            f"parameter '{name}' does not fit {dtype}: its largest value is {largest:g}. Keep what "
-            "reads it in fp32 (custom_black_varnames, or outside fp16_guard), or use bfloat16; nothing was cast"
-        )
+        for piece in chunks(array):
+            part, rest = rest[: piece.size], rest[piece.size :]
+            part[...] = piece.astype(part.dtype)
+            if not np.array_equal(np.isfinite(part), np.isfinite(piece)):
+                largest = max(float(np.abs(one[np.isfinite(one)]).max(initial=0)) for one in chunks(array))
+                raise PrecisionError(
+                    f"parameter '{name}' does not fit {dtype}: its largest value is {largest:g}. Keep what reads it in "
+                    "fp32 (custom_black_varnames, or outside fp16_guard), or use bfloat16; nothing was cast"
+                )
     return result
 
 

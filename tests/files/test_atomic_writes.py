@@ -161,6 +161,47 @@ def test_an_interrupt_leaves_no_workspace(tmp_path: Path, monkeypatch: pytest.Mo
     assert 10 < stop < 99  # in its making, in the writing and in its end
 
 
+def test_a_disk_that_keeps_open_files_under_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NFS does, and file systems in user space: what is removed while it is open stays in its folder till then."""
+    unlink, own = os.unlink, Path("/proc/self/fd")
+    if not own.is_dir():
+        pytest.skip("this system does not say which files are open")
+
+    def renaming(path: Any, *, dir_fd: int | None = None) -> None:
+        found = os.stat(path, dir_fd=dir_fd, follow_symlinks=False)
+        held = [os.stat(own / name) for name in os.listdir(own) if (own / name).exists()]
+        if any(os.path.samestat(found, one) for one in held):
+            os.rename(path, f".nfs{found.st_ino}", src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        else:
+            unlink(path, dir_fd=dir_fd)
+
+    left = tmp_path / ".amp_write.left.tmp"
+    (left / "new").mkdir(parents=True)
+    (left / "amp_transpiler.lock").touch()
+    monkeypatch.setattr(os, "unlink", renaming)
+    write_files([(tmp_path / "a", put(b"1"))])
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_disk_that_sets_no_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a network drive: what replaces a file is written, unless more people could read it then."""
+    path = tmp_path / "a"
+    write_files([(path, put(b"1"))])
+    usual = path.stat().st_mode & 0o777
+    closed = tmp_path / "closed"
+    closed.touch(0o600)
+
+    def refusing(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "chmod", refusing)
+    write_files([(path, put(b"2"))])
+    assert path.read_bytes() == b"2" and path.stat().st_mode & 0o777 == usual
+    with pytest.raises(ModelFileWriteError, match="'.*closed' cannot be written: Operation not permitted"):
+        write_files([(closed, put(b"2"))])
+    assert sorted(os.listdir(tmp_path)) == ["a", "closed"] and closed.read_bytes() == b""
+
+
 def test_a_workspace_that_came_out_of_an_archive_moves_nothing(tmp_path: Path) -> None:
     pytest.importorskip("fcntl")
     home, private = tmp_path / "home", tmp_path / "private"

@@ -66,6 +66,47 @@ def test_reports_on_a_model_whose_name_is_not_utf_8(model: Path, capsys: pytest.
     assert json.loads(data.read_text(encoding="ascii"))["source"] == str(source)
 
 
+def test_a_check_says_that_a_path_in_another_encoding_cannot_be_opened(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both libraries want UTF-8: what they answer is no word on the model, which is right."""
+    folder = model.parent / "d\udcff"
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("the disk holds names in UTF-8 alone")
+    assert main(["convert", str(model), str(folder / "o.onnx"), "--check"]) == 3
+    said = capsys.readouterr()
+    assert "refuses" not in said.out and "is off by" in said.out
+    assert "check failed: neither onnx.checker nor onnxruntime opens the file: its path is not UTF-8" in said.err
+    model.rename(folder / "in.onnx")
+    assert main(["convert", str(folder / "in.onnx"), str(model), "--check"]) == 0
+    assert "is off by" in capsys.readouterr().out
+
+
+def test_a_working_folder_that_was_removed(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = model.parent / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    data = model.parent / "data.npz"
+    np.savez(data, x=np.zeros((4, 32), np.float32), label=np.zeros((4, 32), np.float32))
+    train = ["train", str(model), str(model.parent / "t.onnx"), "--data", str(data), "--loss", "mse"]
+    for arguments in (
+        ["convert", str(model), "o.onnx"],
+        ["convert", str(model), str(model.parent / "o.onnx"), "--report", "r.html"],
+        [*train, "--checkpoint", "runs"],
+        [*train, "--log", "log"],
+    ):
+        assert main(arguments) == 1
+        assert f"'{arguments[-1]}' cannot be written: " in _error(capsys)
+    assert main(["convert", str(model), str(model.parent / "o.onnx")]) == 0
+    with pytest.raises(amp.errors.ModelFileWriteError, match=r"'o.onnx' cannot be written: there is no folder '\.'"):
+        amp.Program.from_onnx(model).to_onnx("o.onnx")
+
+
 def test_a_file_in_the_place_of_a_folder_is_told_once(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(model), str(model / "out.onnx")]) == 1
     assert _error(capsys).count("cannot be written") == 1

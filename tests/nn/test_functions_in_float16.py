@@ -127,7 +127,7 @@ def in_float16(function: Callable[..., Variable], arrays: Sequence[Array], scale
     optimizer.amp_init(amp.CPUPlace(), scope=scope)
     value, *slopes = executor.run(main, fetch_list=[y, *(gradient for _, gradient in pairs)], scope=scope)
     assert all(s.dtype == np.float16 for s in slopes)
-    return cotangent, value, *(s / np.float64(scale) for s in slopes)
+    return cotangent, value, *(s.astype(np.float64) / scale for s in slopes)
 
 
 def slope(function: Callable[..., Array], arrays: list[Array], at: int, cotangent: Array) -> Array:

@@ -46,7 +46,7 @@ def initial(build: Callable[[], None], seed: int = 0) -> dict[str, Array]:
 
 def test_uniform_initializer_is_the_words_of_its_name() -> None:
     found = initial(lambda: nn.create_parameter([30, 70], "float32", "w", I.Uniform(-2, 3)) is None, seed=11)["w"]
-    u = (Words.bits(2100, 11, 2**32 - 1, R.stream_of("w")) >> np.uint32(8)).astype(np.float32) / 2**24
+    u = (Words.bits(2100, 11, 2**32 - 1, R.stream_of("w")) >> np.uint32(8)).astype(np.float32) / np.float32(2**24)
     np.testing.assert_array_equal(found.ravel(), u * np.float32(5) + np.float32(-2))
 
 

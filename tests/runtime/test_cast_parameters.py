@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -54,3 +56,27 @@ def test_a_parameter_beyond_the_format_stops_all(scope: Scope) -> None:
         cast_parameters_to_fp16(CPUPlace(), half_program(), scope, "a")
     with pytest.raises(ArgumentError, match="none of these variables"):
         cast_parameters_to_fp16(CPUPlace(), half_program(), scope, ["aa"])
+
+
+def test_no_copy_of_a_large_table_is_made_on_the_way(scope: Scope) -> None:
+    program = Program("half")
+    program.add_variable("table", "float16", [2**23], persistable=True, trainable=True)
+    scope.set_var("table", np.ones(2**23, np.float32))
+    tracemalloc.start()
+    try:
+        cast_parameters_to_fp16(CPUPlace(), program, scope)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < 3 * 2 * 2**23  # the result, and what is worked on
+    assert scope.find_var("table").dtype == np.float16
+
+
+def test_a_value_beyond_the_format_is_found_wherever_it_lies(scope: Scope) -> None:
+    program = Program("half")
+    program.add_variable("table", "float16", [9 * 2**19], persistable=True, trainable=True)
+    values = np.zeros(9 * 2**19, np.float32)
+    values[[0, -1]] = np.inf, 1e5
+    scope.set_var("table", values)
+    with pytest.raises(PrecisionError, match="its largest value is 100000"):
+        cast_parameters_to_fp16(CPUPlace(), program, scope)

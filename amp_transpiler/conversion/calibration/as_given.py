@@ -14,6 +14,7 @@ import onnxruntime as ort
 from amp_transpiler.conversion.calibration.draws import draws
 from amp_transpiler.conversion.calibration.measure import EMBEDDED, Batch, outputs_of
 from amp_transpiler.errors import FeedError
+from amp_transpiler.file_targets import is_utf8
 from amp_transpiler.ir.onnx_out import model_of
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.proto_residue import source_of
@@ -89,7 +90,7 @@ def _comparable(program: Program) -> bool:
 def _content(program: Program) -> str | bytes | None:
     """The model's file, or its bytes; None where these are too many."""
     source = source_of(program)
-    if source is not None and source.path is not None:
+    if source is not None and source.path is not None and is_utf8(source.path):
         return str(source.path)
     held = (tensor_type(v.data) for v in program.variables if v.data is not None)
     return None if sum(byte_size(*each) for each in held) > EMBEDDED else model_of(program).SerializeToString()

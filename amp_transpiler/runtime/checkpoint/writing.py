@@ -22,7 +22,7 @@ from safetensors import SafetensorError, TensorSpec, serialize_file
 
 from amp_transpiler.errors import CheckpointError, CheckpointWriteError, ModelFileWriteError, ScopeError
 from amp_transpiler.file_targets import check_space
-from amp_transpiler.files import Workspace, sync_folder
+from amp_transpiler.files import Workspace, set_mode, sync_folder
 from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import BYTES
@@ -138,7 +138,7 @@ def write_tensors(path: Path, values: Mapping[str, Any], pieces: Iterable[tuple[
             f"variable '{min(missing)}' lies on another rank, which does not send it; call this on all ranks that "
             "trained, with the program that they trained"
         )
-    path.chmod(0o666 & ~_umask())
+    set_mode(path, path.parent.stat().st_mode & 0o666)  # which safetensors lets its own user alone read
     _sync(path)
 
 
@@ -215,12 +215,6 @@ def remove_checkpoint(folder: Path) -> None:
             path.rename(workspace.new / path.name)
     finally:
         workspace.remove()
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
 
 
 def _sync(file: Path) -> None:

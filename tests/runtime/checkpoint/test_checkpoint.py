@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -64,6 +65,27 @@ def test_content(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
     loaded = amp.load_checkpoint(tmp_path / "run", net.main, amp.Scope())
     assert loaded.path == folder and loaded.step == 123 and loaded.data_position == [4, 2]
     assert loaded.extra == {"best": float("inf"), "rng": rng.bit_generator.state}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of files are POSIX's")
+def test_modes_of_files(net: Small, scope: amp.Scope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the process gives its files; where the disk sets none, nobody else reads the tensors."""
+
+    def modes(name: str) -> list[int]:
+        folder = amp.save_checkpoint(tmp_path / name, net.main, scope)
+        return [(folder / file).stat().st_mode & 0o777 for file in (META, TENSORS)]
+
+    def refusing(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    before = os.umask(0o027)
+    try:
+        assert modes("run") == [0o640, 0o640]
+        monkeypatch.setattr(Path, "chmod", refusing)
+        assert modes("elsewhere") == [0o640, 0o600]
+    finally:
+        os.umask(before)
+    assert amp.load_checkpoint(tmp_path / "elsewhere", net.main, scope).exact
 
 
 def test_the_same_state_gives_the_same_tensors(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
