@@ -8,6 +8,7 @@ Places and borders: https://onnx.ai/onnx/operators/onnx__RoiAlign.html and ``roi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ def roi_align(e: Emitter, op: Operator, x: Value, regions: Value, images: Value,
     return [e.transpose(e.reshape(total, (batch, height, channels, width)), (0, 2, 1, 3))]
 
 
-def _shares(e: Emitter, attrs: dict[str, Any], start: Value, end: Value, bins: int, size: int) -> Value:
+def _shares(e: Emitter, attrs: Mapping[str, Any], start: Value, end: Value, bins: int, size: int) -> Value:
     """What each of ``size`` elements along an axis has of each bin, [regions, bins, size], of ends [regions, 1, 1].
 
     Samples follow each other at even steps, so that those between two elements are counted, and not made: how many

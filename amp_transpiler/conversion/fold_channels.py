@@ -69,7 +69,7 @@ class _Folding:
 
     def fold(self, op: Operator) -> bool:
         """Let the convolution compute both, where all is constant; whether it does."""
-        conv = next((made for v in op.inputs[:2] if (made := alone(v, self.convs, self.names)) is not None), None)
+        conv = next((each for v in op.inputs[:2] if (each := alone(v, self.convs, self.names)) is not None), None)
         made = op.output(0)
         if conv is None or made is None or made.name in self.names or not self.keep.isdisjoint((conv, op)):
             return False

@@ -14,6 +14,7 @@ from amp_transpiler.finetune.last_activation import Applied, probabilities
 from amp_transpiler.finetune.options import OPTIMIZERS, FitOptions
 from amp_transpiler.finetune.prepare import Preparation, control_flow_left, prepare_training
 from amp_transpiler.ir import unique_name
+from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.lists import AutoMixedPrecisionLists
@@ -222,7 +223,7 @@ def _classes_last(prediction: Variable, labels: tuple[int, ...], say: Callable[[
     return F.transpose(prediction, [0, *range(2, len(shape)), 1])
 
 
-def refuse_label(program: Program, options: FitOptions, *, computed: bool) -> None:
+def refuse_label(program: Graph, options: FitOptions, *, computed: bool) -> None:
     """ArgumentError where a tensor has the label's name, unless the program computes it and ``computed`` is False."""
     if program.has_var(options.label) and (computed or program.var(options.label).producer is None):
         raise ArgumentError(
