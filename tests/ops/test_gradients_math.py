@@ -168,6 +168,11 @@ def test_clip(low: float | None, high: float | None, shape: Shape, seed: int) ->
     check_gradient("Clip", [x, *bounds], wrt=[0])
 
 
+def test_clip_has_its_slope_at_its_bounds() -> None:
+    dx, *_ = gradient_values("Clip", [np.array([-1.0, 0.0, 0.5, 1.0, 2.0]), np.array(0.0), np.array(1.0)])
+    assert dx.tolist() == [0, 1, 1, 1, 0]
+
+
 # -- activations --------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "type_, kinks, names",

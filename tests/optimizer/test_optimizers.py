@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import amp_transpiler as amp
 from amp_transpiler import optimizer as optim
+from amp_transpiler.nn import functional as F
 from amp_transpiler.optimizer.base import Optimizer
 from amp_transpiler.runtime.scope import Scope
 from tests.helpers.optimizing import Training
@@ -322,3 +324,18 @@ def test_a_running_variance_is_not_below_zero() -> None:
         training.step(np.linspace(300, 3000, 64, dtype=np.float32))
     mean, square = training["p0_mean_grad_0"].astype(np.float64), training["p0_mean_square_0"]
     assert (square - np.float32(mean) ** 2 < 0).any() and np.isfinite(training["p0"]).all()
+
+
+@pytest.mark.parametrize(("value", "x", "expected"), [(0.0, 1.0, -0.1), (1.0, 0.0, 1.0)])
+def test_lamb_trusts_where_a_norm_is_zero(value: float, x: float, expected: float) -> None:
+    """A parameter of zeros moves by the rate, and one without a gradient stays: neither ratio is a number."""
+    main = amp.Program()
+    with amp.program_guard(main, main.startup), amp.unique_name.guard(), amp.scope_guard(Scope()):
+        held = np.full((2, 2), value, np.float32)
+        weight = amp.create_parameter([2, 2], "float32", name="w", initializer=held)
+        loss = F.mean(amp.data("x", [1, 2], "float32") @ weight)
+        optim.Lamb(0.1, lamb_weight_decay=0.0, always_adapt=True).minimize(loss)
+        executor = amp.Executor(threads=1)
+        executor.run(main.startup)
+        executor.run(main, {"x": np.full((1, 2), x, np.float32)}, [loss])
+        np.testing.assert_allclose(amp.global_scope().find_var("w"), expected, rtol=1e-4)
