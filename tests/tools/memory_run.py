@@ -2,15 +2,22 @@
 
 Prints forecast and measurement in MiB, state and feeds not counted. The arguments are a program of PROGRAMS, a mode
 ("fp32", "amp", "pure-fp16"), and a pattern to recompute. With ``--shapes``: see :func:`shapes`, with ``--steps``:
-:func:`steps`, with ``--state``: :func:`state`, with ``--replaced FOLDER``: :func:`replaced`.
+:func:`steps`, with ``--state``: :func:`state`, with ``--replaced FOLDER``: :func:`replaced`. ``--serve`` takes such arguments
+from standard input, a JSON list a line, and measures each in a process that parts from this one once all is imported.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import itertools
+import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 
@@ -252,27 +259,58 @@ def replaced(folder: str) -> None:
     print(*taken, status("VmRSS"))
 
 
+def print_figures(arguments: Sequence[str]) -> None:
+    """What the arguments ask for."""
+    if arguments == ["--shapes"]:
+        shapes()
+    elif arguments == ["--steps"]:
+        steps()
+    elif arguments == ["--state"]:
+        state()
+    elif arguments[:1] == ["--replaced"]:
+        replaced(*arguments[1:])
+    else:
+        main(*arguments)
+
+
+def serve() -> None:
+    """A line of figures, none where that failed, and an empty one, for each list of arguments."""
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                print_figures(json.loads(line))
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(0)
+        os.waitpid(pid, 0)
+        print(flush=True)
+
+
+@cache
+def _server() -> subprocess.Popen[str]:
+    """The process that others part from, which has no threads, for as long as this one lives."""
+    command = [sys.executable, "-m", "tests.tools.memory_run", "--serve"]
+    alone = os.environ | {"OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen(command, cwd=ROOT, env=alone, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    atexit.register(server.communicate)  # which ends it
+    return server
+
+
 def measured(*arguments: str) -> list[float]:
     """What this module prints in a process of its own: forecast and measurement in MiB."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.tools.memory_run", *arguments],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    )
-    return [float(number) for number in done.stdout.split()]
+    server = _server()
+    print(json.dumps(arguments), file=server.stdin, flush=True)
+    assert server.stdout is not None
+    figures = [float(number) for line in itertools.takewhile(str.strip, server.stdout) for number in line.split()]
+    assert figures, f"memory_run {' '.join(arguments)} failed"
+    return figures
 
 
 if __name__ == "__main__":
     leave_at_exit()
-    if sys.argv[1:] == ["--shapes"]:
-        shapes()
-    elif sys.argv[1:] == ["--steps"]:
-        steps()
-    elif sys.argv[1:] == ["--state"]:
-        state()
-    elif sys.argv[1:2] == ["--replaced"]:
-        replaced(*sys.argv[2:])
+    if sys.argv[1:] == ["--serve"]:
+        serve()
     else:
-        main(*sys.argv[1:])
+        print_figures(sys.argv[1:])
