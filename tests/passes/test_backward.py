@@ -79,11 +79,12 @@ def test_no_grad_set_and_stop_gradient_end_the_path(program: amp.Program) -> Non
 
 
 def test_a_missing_rule_is_named_before_anything_is_appended(program: amp.Program) -> None:
-    w = parameter("w", 3, 3)
-    d = program.add_variable("d", "float32", [])
-    program.add_operator("Det", [w], [d], name="determinant")
+    w = parameter("w", 1, 1, 3, 3)
+    d = program.add_variable("d", "float32", [1, 1, 1, 1])
+    regions = program.add_input("regions", "float32", [1, 5])
+    program.add_operator("MaxRoiPool", [w, regions], [d], attrs={"pooled_shape": [1, 1]}, name="pool")
     before = program.version
-    with pytest.raises(GradientError, match=r"'determinant' \(Det\).*'w'.*register_gradient\('Det'"):
+    with pytest.raises(GradientError, match=r"'pool' \(MaxRoiPool\).*'w'.*register_gradient\('MaxRoiPool'"):
         amp.append_backward(d)
     assert program.version == before
 
