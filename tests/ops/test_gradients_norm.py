@@ -85,6 +85,12 @@ def test_instance_normalization(mixed: bool, shape: tuple[int, ...], seed: int) 
     )
 
 
+@pytest.mark.parametrize("scale", [[1.0, 1.0, 1.0], [2.0, 1.0, -3.0]])
+def test_instance_normalization_by_a_known_scale(scale: list[float]) -> None:
+    x, bias = normal(0, (2, 3, 4, 5), (3,))
+    check_gradient("InstanceNormalization", [x, np.array(scale), bias], half=FP16, fixed=(1,))
+
+
 def group_normalization(groups: int, epsilon: float) -> Any:
     """GroupNormalization in float64; the operator's own function computes in fp32."""
 
