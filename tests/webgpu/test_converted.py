@@ -18,7 +18,7 @@ pytestmark = pytest.mark.webgpu
 CONV = "m (float[1,CHANNELS,8,9] x) => (float[n,o,h,v] y) <float[8,CHANNELS,3,3] w> { y = Conv(x, w) }"
 NORMED = (
     "m (float[1,8,6,6] x) => (float[n,o,h,v] z) <float[8,8,1,1] w, float[8] s, float[8] b, float[8] mean, float[8] var>"
-    " { c = Conv(x, w) y = BatchNormalization(c, s, b, mean, var) z = Relu(y) }"
+    " { c = Conv(x, w) n = Neg(c) y = BatchNormalization(n, s, b, mean, var) z = Relu(y) }"
 )
 
 
