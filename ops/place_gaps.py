@@ -122,7 +122,7 @@ def batch_normalization(
 ) -> list[Variable]:
     """A sum with a number of each channel, times its slope: what is added rounds as x itself does, and the slope
     changes no place where the result is 0. Where a slope is 0, or all is computed, the product first."""
-    if op.attrs.get("training_mode", 0) or len([v for v in op.outputs if v is not None]) > 1:
+    if _trains(op):
         raise d.error("it takes the statistics of its input")
     axes, known = list(range(1, d.rank(x) - 1)), affine_map(op)
     if known is None:
@@ -139,9 +139,14 @@ def batch_normalization(
     return [d.Mul(d.Add(x, number), slope) if first else d.Add(d.Mul(x, slope), number)]
 
 
+def _trains(norm: Operator) -> bool:
+    """Whether a BatchNormalization takes the statistics of its input: before opset 14 those are its further outputs."""
+    return bool(norm.attrs.get("training_mode", 0)) or any(v is not None for v in norm.outputs[1:])
+
+
 def affine_map(norm: Operator) -> tuple[np.ndarray, np.ndarray] | None:
     """The factor of each channel, and what is added to it, of a BatchNormalization by constants, in float64."""
-    if norm.attrs.get("training_mode", 0) or len(norm.inputs) != 5:
+    if _trains(norm) or len(norm.inputs) != 5:
         return None
     held = [constant_array(origin(v), _CHANNELS) if v is not None else None for v in norm.inputs[1:]]
     if any(each is None for each in held):

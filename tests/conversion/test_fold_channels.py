@@ -40,6 +40,9 @@ LEFT = {
     "a sum with what is fed": "a = Conv(x, w) n = Add(a, fed) y = Relu(n)",
     "a norm by what is fed": "f = Reshape(fed, flat) a = Conv(x, w) " + NORM.replace("(a, s", "(a, f") + "y = Relu(n)",
     "weights that are fed": "f = Mul(w, fed) a = Conv(x, f) " + NORM + "y = Relu(n)",
+    "statistics of the batch": "a = Conv(x, w) "
+    + NORM.replace("n = B", "n, seen, spread = B").replace("= 0.1", "= 0.1, training_mode = 1")
+    + "y = Relu(n)",
     "nothing": "a = Relu(x) " + NORM + "y = Conv(n, w)",
 }
 
@@ -76,6 +79,14 @@ def test_one_operator_computes_both(name: str) -> None:
 def test_what_others_need_stays(name: str) -> None:
     model = model_of(LEFT[name], output=name == "an output")
     assert types(amp.convert(model)) == [node.op_type for node in model.graph.node]
+
+
+def test_statistics_of_the_batch_as_older_opsets_write_them() -> None:
+    text = FOLDED["without a bias"].replace("n = B", "n, seen, spread, m, d = B")
+    model = model_of(text)
+    model.opset_import[0].version = 11
+    program = amp.convert(model)
+    assert "BatchNormalization" in types(program)
 
 
 @pytest.mark.parametrize("name", ["w", "mu"])
