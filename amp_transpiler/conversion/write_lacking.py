@@ -35,6 +35,7 @@ class WriteLacking(Pass):
         if 2 * sum(products) > len(products):
             return
         listed = listed_inputs(graph)  # for which a caller may give others
+        before = graph.version
         for each in programs(graph):
             for op in [op for kind in lacking for op in of_type(each, kind)]:
                 data, made = op.input(0), op.output(0)
@@ -46,7 +47,8 @@ class WriteLacking(Pass):
                     write_instead(op, LACKING[op.type].write)
                 except GraphError:  # a form that it does not have: it stays fp32
                     continue
-        remove_dead(graph, names, keep)
+        if graph.version != before:
+            remove_dead(graph, names, keep)
 
 
 def _lacking(opset: int, options: ConversionOptions) -> list[str]:

@@ -51,25 +51,20 @@ def write_hard_sigmoids(program: Graph, names: frozenset[str], keep: frozenset[O
 
 @dataclass(frozen=True)
 class _Found:
-    """A hard swish of ``x``: the operator that ends it, and those before it."""
+    """A hard swish of ``x``, which is ``out``: the operator that ends it, and those before it."""
 
     x: Variable
+    out: Variable
     last: Operator
     parts: tuple[Operator, ...]
 
-    @property
-    def out(self) -> Variable:
-        out = self.last.outputs[0]
-        assert out is not None
-        return out
 
-
-def _found(x: Variable | None, last: Operator | None, *parts: Operator) -> _Found | None:
+def _found(x: Variable | None, last: Operator, *parts: Operator) -> _Found | None:
     """A hard swish in fp32 to which no number gives another dimension."""
-    out = None if last is None else last.outputs[0]
-    if x is None or last is None or out is None or x.dtype != "float32":
+    out = last.outputs[0]
+    if x is None or out is None or x.dtype != "float32" or len(out.shape or ()) != len(x.shape or ()):
         return None
-    return _Found(x, last, parts) if len(out.shape or ()) == len(x.shape or ()) else None
+    return _Found(x, out, last, parts)
 
 
 def _of_sigmoid(gate: Operator) -> _Found | None:

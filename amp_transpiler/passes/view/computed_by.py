@@ -5,6 +5,7 @@ from __future__ import annotations
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import combined, traits_of
 from amp_transpiler.passes.view.names import source
+from amp_transpiler.passes.view.reached import reached
 
 
 def computed_by(variable: Variable | None) -> list[Operator] | None:
@@ -13,21 +14,19 @@ def computed_by(variable: Variable | None) -> list[Operator] | None:
     None where some of them are fed or constant, or were combined in one place.
     """
     found: dict[Operator, None] = {}
-    seen: set[Variable] = set()
-    queue = [variable]
-    while queue:
-        each = queue.pop()
-        op = None if each is None else source(each).producer
-        if each is None or op is None:
+    for at in reached([] if variable is None else [variable], _moved):
+        op = source(at).producer
+        if op is None or combined(op) != "none":
             return None
-        if each in seen:
-            continue
-        seen.add(each)
-        slots = traits_of(op).moves
-        if slots == ():
+        if traits_of(op).moves == ():
             found[op] = None
-        elif combined(op) != "none":
-            return None
-        else:
-            queue += op.inputs if slots is None else [v for slot in slots if (v := op.input(slot)) is not None]
     return list(found)
+
+
+def _moved(variable: Variable) -> list[Variable | None]:
+    """The tensors whose elements this one holds as they are."""
+    op = source(variable).producer
+    if op is None:
+        return []
+    slots = traits_of(op).moves
+    return list(op.inputs) if slots is None else [op.input(slot) for slot in slots]
