@@ -19,6 +19,7 @@ from amp_transpiler.ir.nodes import Operator, Variable, origin
 from amp_transpiler.ops.common import Maybe
 from amp_transpiler.ops.elementwise import limited
 from amp_transpiler.ops.norm_parts import epsilon_of
+from amp_transpiler.ops.place_images import conv_transpose, depth_to_space, nearest_resize
 from amp_transpiler.ops.pool import window_by_runtime
 
 #: Behind every end, as Slice takes it.
@@ -38,7 +39,7 @@ def max_pool(d: Parts, op: Operator, x: Variable) -> list[Variable]:
     rank = len(op.attrs["kernel_shape"])
     kernel = [int(k) for k in op.attrs["kernel_shape"]]
     strides, dilations = ([int(n) for n in op.attrs.get(name) or [1] * rank] for name in ("strides", "dilations"))
-    begin, end = _padding(d, op, x, rank)
+    begin, end = _padding(d, op, x, dilations)
     for axis, (size, stride, gap) in enumerate(zip(kernel, strides, dilations, strict=True), 2):
         before, after, whole = begin[axis - 2], end[axis - 2], d.size(x, axis)
         padded = before > 0 or after > 0
@@ -69,7 +70,7 @@ def _taken(d: Parts, x: Variable, axis: int, places: np.ndarray) -> Variable:
     return d.Gather(x, d.const(places), axis=axis)
 
 
-def _padding(d: Parts, op: Operator, x: Variable, rank: int) -> tuple[list[int], list[int]]:
+def _padding(d: Parts, op: Operator, x: Variable, dilations: list[int]) -> tuple[list[int], list[int]]:
     """The padding before each axis and behind it; behind, less than 0 is what no window reads."""
     made = op.output(0)
     source, target = (static(v.shape[2:] if v is not None and v.shape else None) for v in (x, made))
@@ -77,9 +78,14 @@ def _padding(d: Parts, op: Operator, x: Variable, rank: int) -> tuple[list[int],
     if window is not None:
         return list(window.begin), list(window.overhang)
     automatic = str(op.attrs.get("auto_pad", "NOTSET"))
-    if op.attrs.get("ceil_mode", 0) or automatic.startswith("SAME"):
+    moves = any(int(n) != 1 for n in op.attrs.get("strides") or [])
+    if moves and (op.attrs.get("ceil_mode", 0) or automatic.startswith("SAME")):
         raise d.error("its padding goes by sizes that are open")
-    pads = op.attrs.get("pads") if automatic == "NOTSET" else None
+    if automatic.startswith("SAME"):  # as many as there are places to begin
+        total = [(int(n) - 1) * gap for n, gap in zip(op.attrs["kernel_shape"], dilations, strict=True)]
+        less, more = [n // 2 for n in total], [n - n // 2 for n in total]
+        return (less, more) if automatic == "SAME_UPPER" else (more, less)
+    pads, rank = op.attrs.get("pads") if automatic == "NOTSET" else None, len(dilations)
     pads = [int(n) for n in pads or [0] * 2 * rank]
     return pads[:rank], pads[rank:]
 
@@ -170,44 +176,6 @@ def reciprocal(d: Parts, op: Operator, x: Variable) -> list[Variable]:
     return [d.Div(d.const(1, x.dtype), x)]
 
 
-def depth_to_space(d: Parts, op: Operator, x: Variable) -> list[Variable]:
-    """Blocks of channels, moved behind rows and columns."""
-    block, (depth, height, width) = d.whole("blocksize", 1), _image(d, x)
-    depth //= block**2
-    if op.attrs.get("mode", "DCR") == "DCR":
-        blocks, order = d.Reshape(x, [0, block, block, depth, height, width]), [0, 3, 4, 1, 5, 2]
-    else:
-        blocks, order = d.Reshape(x, [0, depth, block, block, height, width]), [0, 1, 4, 2, 5, 3]
-    return [d.Reshape(d.Transpose(blocks, perm=order), [0, depth, height * block, width * block])]
-
-
-def nearest_resize(
-    d: Parts, op: Operator, x: Variable, roi: Maybe = None, scales: Maybe = None, sizes: Maybe = None
-) -> list[Variable]:
-    """Rows and columns repeated a whole number of times."""
-    depth, height, width = _image(d, x)
-    made = op.output(0)
-    target = static(made.shape[1:] if made is not None and made.shape else None)
-    mode, rounding = op.attrs.get("coordinate_transformation_mode", "half_pixel"), op.attrs.get("nearest_mode")
-    repeats = (mode == "asymmetric" and rounding == "floor") or (mode == "half_pixel" and rounding != "ceil")
-    if op.attrs.get("mode", "nearest") != "nearest" or not repeats or target is None:
-        raise d.error("it does not repeat rows and columns")
-    factors = [to // size for to, size in zip(target, (depth, height, width), strict=True)]
-    if factors[0] != 1 or target != (depth, height * factors[1], width * factors[2]):
-        raise d.error(f"it makes {target[1]} x {target[2]} of {height} x {width}")
-    apart = d.Reshape(x, [0, depth, height, 1, width, 1])
-    repeated = d.Expand(apart, [1, 1, 1, factors[1], 1, factors[2]])
-    return [d.Reshape(repeated, [0, *target])]
-
-
-def _image(d: Parts, x: Variable) -> tuple[int, int, int]:
-    """The sizes of images besides that of the batch."""
-    sizes = static(x.shape[1:] if x.shape else None)
-    if sizes is None or len(sizes) != 3:
-        raise d.error(f"the sizes of '{x.name}' are open")
-    return sizes[0], sizes[1], sizes[2]
-
-
 @dataclass(frozen=True)
 class Lacking:
     """How an operator is written where its kernel lacks.
@@ -224,9 +192,10 @@ class Lacking:
 LACKING: Mapping[str, Lacking] = {
     "BatchNormalization": Lacking(batch_normalization, ("Add", "Mul"), 14),
     "Clip": Lacking(clip, ("Max", "Min"), 11),
+    "ConvTranspose": Lacking(conv_transpose, ("Conv", "Reshape", "Slice", "Transpose")),
     "DepthToSpace": Lacking(depth_to_space, ("Reshape", "Transpose")),
     "GlobalAveragePool": Lacking(global_average_pool, ("ReduceMean",), 18),
     "LeakyRelu": Lacking(leaky_relu, ("Max", "Mul")),
     "Reciprocal": Lacking(reciprocal, ("Div",)),
-    "Resize": Lacking(nearest_resize, ("Expand", "Reshape")),
+    "Resize": Lacking(nearest_resize, ("Expand", "Reshape", "Unsqueeze")),
 }

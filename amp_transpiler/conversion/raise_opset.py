@@ -22,8 +22,9 @@ from amp_transpiler.ops.place_gaps import LOST
 from amp_transpiler.passes.canonicalize.fuse_norm import MEANS, fuse_layer_norms, has_layer_norms
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.numerics.quantised import loads_at
-from amp_transpiler.passes.partition.problem import nominal_bytes
+from amp_transpiler.passes.partition.problem import counted_bytes
 from amp_transpiler.passes.pipeline import Context, Pass, Property
+from amp_transpiler.passes.view.counted_shapes import counted_shapes
 from amp_transpiler.passes.view.typing import Obstacle, has_float, narrowed
 
 #: The opset of bfloat16 convolutions; from here on onnxruntime's CUDA provider has no MaxPool, Dropout and others.
@@ -140,15 +141,18 @@ def _targets(program: Graph, dtype: str, has: _HasKernel) -> tuple[int, ...]:
 
 def _traffic(program: Graph, dtype: str, has: _HasKernel) -> int:
     """Bytes that the operators move where each that can runs in ``dtype``, casts aside."""
+    shape_of = counted_shapes(program)
+
+    def size(variable: Variable | None, narrow: str) -> int:
+        if variable is None or variable.dtype != "float32":
+            return 0
+        return counted_bytes(shape_of(variable), narrow)
+
     return sum(
-        moved_bytes(op.type, op.domain, *([_bytes(v, narrow) for v in side] for side in (op.inputs, op.outputs)))
+        moved_bytes(op.type, op.domain, *([size(v, narrow) for v in side] for side in (op.inputs, op.outputs)))
         for op in program.walk()
         for narrow in [dtype if _is_able(op, dtype, has) else "float32"]
     )
-
-
-def _bytes(variable: Variable | None, dtype: str) -> int:
-    return 0 if variable is None or variable.dtype != "float32" else nominal_bytes(variable.shape, dtype)
 
 
 def _able(program: Graph, dtype: str, has: _HasKernel) -> int:

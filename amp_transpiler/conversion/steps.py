@@ -25,9 +25,9 @@ from amp_transpiler.passes.numerics.mixed_norms import write_mixed_norms
 from amp_transpiler.passes.numerics.one_type_norms import keep_norms, store_norms
 from amp_transpiler.passes.numerics.ranges import Ranges
 from amp_transpiler.passes.partition.assign_precision import Assignment, assign
-from amp_transpiler.passes.partition.problem import NOMINAL
 from amp_transpiler.passes.pipeline import Context, Pass, Property, Value
 from amp_transpiler.passes.precision.rules import check_variables
+from amp_transpiler.passes.view.counted_shapes import NOMINAL
 from amp_transpiler.passes.view.names import written_name
 
 #: What is known against 16 bit, None where mode and lists are taken literally.
@@ -125,7 +125,7 @@ def remarks(program: Graph, options: ConversionOptions, assignment: Assignment) 
     if assignment.saved < 0:
         found.append(
             f"casts around what stays float32 cost more than {dtype} saves: about {amount(-assignment.saved)} are "
-            f"moved beyond those of float32 throughout (unknown sizes taken as {NOMINAL}); other lists, or "
+            f"moved beyond those of float32 throughout (open sizes of inputs taken as {NOMINAL}); other lists, or "
             f"{options.said('mode', 'pure')}, move fewer"
         )
     if options.mode == "auto" and options.calibration is None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import operator
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,6 +12,7 @@ from amp_transpiler.conversion.calibration.as_given import outputs_as_given, ses
 from amp_transpiler.errors import AmpError, FeedError, ModelFileError
 from amp_transpiler.ir.contrib_shapes import asked_sizes
 from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.ir.size_names import size_of
 from amp_transpiler.ir.tensors import byte_size
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
 from amp_transpiler.program import Program
@@ -28,13 +26,6 @@ _SAMPLE = 1 << 28
 _SIZES = ((64, 1), (1024, 1), (256, -1), (64, 0))
 #: Sides of images that are tried first: 32 and 48 are the heights of lines of text.
 _SIDES = (64, 32, 48)
-#: What names of dimensions compute, and how those look that may.
-_COMPUTES: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-}
-_COMPUTED = re.compile(r"[\w ()+*-]{3,100}", re.ASCII)
 
 
 def synthetic_sample(program: Program) -> tuple[dict[str, np.ndarray], list[Any]]:
@@ -80,7 +71,7 @@ def _shapes(program: Program) -> Iterator[list[list[int]]]:
     fed = _fed(program)
     batch = frozenset(v.shape[0] for v in fed if v.shape and isinstance(v.shape[0], str))
     asked: dict[str | None, int] = {name: size for op in program.walk() for name, size in asked_sizes(op).items()}
-    ones = [[_size(size, lambda name: asked.get(name, 1)) for size in v.shape or ()] for v in fed]
+    ones = [[size_of(size, lambda name: asked.get(name, 1)) for size in v.shape or ()] for v in fed]
     images = any(map(_is_image, fed)) and any("kernel_shape" in op.attrs or op.type == "Conv" for op in program.walk())
     if images:
         yield from (_opened(fed, asked, batch, side, 1) for side in _SIDES)
@@ -96,7 +87,7 @@ def _opened(
     known = dict(asked) | dict.fromkeys(batch if start else (), 1)
     return [
         [
-            _size(size, partial(_open, open_size, known, axis in range(len(v.shape or ()))[start:]))
+            size_of(size, partial(_open, open_size, known, axis in range(len(v.shape or ()))[start:]))
             for axis, size in enumerate(v.shape or ())
         ]
         for v in fed
@@ -112,29 +103,6 @@ def _is_image(variable: Variable) -> bool:
 def _open(size: int, known: Mapping[str | None, int], free: bool, name: str | None) -> int:
     """The size of an unknown dimension that may be ``free``, unless its name is one of the ``known``."""
     return known.get(name, size if free else 1)
-
-
-def _size(size: int | str | None, chosen: Callable[[str | None], int]) -> int:
-    """The size of a dimension: its own, that of a name, or what a name computes of others, as exporters write it."""
-    if not isinstance(size, str):
-        return chosen(None) if size is None else size
-    if not _COMPUTED.fullmatch(size):
-        return chosen(size)
-    try:
-        return max(_computed(ast.parse(size, mode="eval").body, chosen), 0)
-    except (SyntaxError, ValueError):  # a name like any other
-        return chosen(size)
-
-
-def _computed(term: ast.expr, chosen: Callable[[str | None], int]) -> int:
-    """The value of a sum or a product of names and numbers; ValueError for anything else."""
-    if isinstance(term, ast.Name):
-        return chosen(term.id)
-    if isinstance(term, ast.Constant) and type(term.value) is int:
-        return term.value
-    if isinstance(term, ast.BinOp) and type(term.op) in _COMPUTES:
-        return _COMPUTES[type(term.op)](_computed(term.left, chosen), _computed(term.right, chosen))
-    raise ValueError
 
 
 def _fed(program: Program) -> list[Variable]:

@@ -8,6 +8,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.conversion.raise_opset import raise_for
 from amp_transpiler.lists import has_kernel
+from tests.helpers.converting import filled
 
 K = ", ".join(["0.1"] * 9)
 CONV = f"m (float[1,1,8,8] x) => (float[1,1,B,B] y) <float[1,1,3,3] k = {{{K}}}, float[1] one = {{1}}> {{ a = Conv(x, k) b = Relu(a) y = TAIL }}"
@@ -44,6 +45,19 @@ def test_the_opset_at_which_most_can_run(tail: str, opset: int, expected: int) -
     for op in program.operators:
         assert has_kernel(CUDA, op.type, "float32", program.opset())
     onnx.checker.check_model(program.to_onnx(), full_check=True)
+
+
+@pytest.mark.parametrize("sizes", ["64,64", "H,W"])
+@pytest.mark.parametrize(("behind", "expected"), [(True, 22), (False, 17)])
+def test_open_sizes_weigh_by_what_strides_leave(sizes: str, behind: bool, expected: int) -> None:
+    """Slices that stand for a pool cost little behind strides, and much before, in sizes that are open too."""
+    pool = "MaxPool<kernel_shape=[3,3], pads=[1,1,1,1]>"
+    text = f"""m (float[1,8,{sizes}] x) => (float[1,8,B,C] y) <float[8,8,3,3] k>
+        {{ a = {"Relu" if behind else pool}(x) b = Conv<pads=[1,1,1,1], strides=[2,2]>(a, k)
+        c = Conv<pads=[1,1,1,1], strides=[2,2]>(b, k) y = {pool if behind else "Relu"}(c) }}"""
+    program = amp.Program.from_onnx(filled(f'<ir_version: 8, opset_import: ["" : 17]>\n{text}'))
+    raise_for(program, "bfloat16")
+    assert program.opset() == expected
 
 
 def test_float16_stays_where_it_is() -> None:

@@ -14,8 +14,8 @@ import amp_transpiler as amp
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.partition.assign_precision import Assignment, assign
-from amp_transpiler.passes.partition.problem import nominal
 from amp_transpiler.passes.view.constants import is_constant
+from amp_transpiler.passes.view.counted_shapes import counted
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
 FLOATS = {"float16": 2, "float32": 4}
@@ -51,7 +51,7 @@ def moved(program: amp.Program) -> int:
         if op.type in VIEWS:
             continue
         tensors = [v for v in (*op.inputs, *op.outputs) if v is not None and v.dtype in FLOATS and not is_constant(v)]
-        total += sum(math.prod(nominal(v.shape)) * FLOATS[str(v.dtype)] for v in tensors)
+        total += sum(math.prod(counted(v.shape)) * FLOATS[str(v.dtype)] for v in tensors)
     return total
 
 

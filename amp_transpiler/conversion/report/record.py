@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from amp_transpiler.ir.reasons import Reason
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.passes.numerics.constraints import ConstantNote
 from amp_transpiler.passes.view.constants import stored_bytes
+from amp_transpiler.passes.view.counted_shapes import counted, counted_shapes
 from amp_transpiler.passes.view.names import label
 from amp_transpiler.passes.view.typing import programs
 from amp_transpiler.program import Program
@@ -19,7 +21,10 @@ from amp_transpiler.program import Program
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A tensor: element type, shape as declared, the operator that makes it (None for an input or initializer)."""
+    """A tensor: element type, shape as declared, the operator that makes it (None for an input or initializer).
+
+    ``elements``: numbers in it, open sizes counting as in the minimum cut.
+    """
 
     name: str
     dtype: str
@@ -27,6 +32,7 @@ class TensorRecord:
     producer: int | None  # index of an OperatorRecord
     constant: bool
     bytes: int  # of its content, for a constant
+    elements: int
 
 
 @dataclass(frozen=True)
@@ -144,6 +150,7 @@ def record_program(program: Program, path: str | os.PathLike[str] | None = None)
     number = {op: i for i, op in enumerate(program.walk())}
     index: dict[Variable, int] = {}
     tensors: list[TensorRecord] = []
+    shape_of = counted_shapes(program)
     for each in programs(program):
         for v in each.variables:
             if v.outer is not None:
@@ -158,6 +165,7 @@ def record_program(program: Program, path: str | os.PathLike[str] | None = None)
                     number.get(v.producer) if v.producer else None,
                     bool(stored),
                     sum(stored.values()),
+                    math.prod(counted(shape_of(v))),
                 )
             )
     operators = [_operator(op, number, index) for op in number]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass
 
-from amp_transpiler.conversion.report.record import Conversion, OperatorRecord, ProgramRecord, TensorRecord
+from amp_transpiler.conversion.report.record import Conversion, OperatorRecord, ProgramRecord
 from amp_transpiler.errors import OrderError
 from amp_transpiler.ir.reasons import Reason
 from amp_transpiler.ir.tensors import byte_size
 from amp_transpiler.ir.types import SHORT
-from amp_transpiler.passes.partition.problem import nominal
 
 #: How an operator runs: in 16 bit, in fp32, as the model has it, or as a cast that the conversion inserted.
 HALF_KIND, FULL_KIND, UNTOUCHED_KIND, CAST_KIND = KINDS = ("16 bit", "fp32", "untouched", "cast")
@@ -19,7 +17,7 @@ HALF_KIND, FULL_KIND, UNTOUCHED_KIND, CAST_KIND = KINDS = ("16 bit", "fp32", "un
 
 @dataclass(frozen=True)
 class CastRecord:
-    """A cast. ``bytes``: what it reads and writes, an unknown dimension counting as in the minimum cut."""
+    """A cast. ``bytes``: what it reads and writes, open sizes counting as in the minimum cut."""
 
     index: int  # of its OperatorRecord
     tensor: str
@@ -51,14 +49,9 @@ def casts(program: ProgramRecord) -> list[CastRecord]:
     for op in program.operators:
         if op.type == "Cast" and op.reads and op.makes:
             read, made = program.tensors[op.reads[0]], program.tensors[op.makes[0]]
-            moved = sum(byte_size(dtype, (elements(read),)) for dtype in (read.dtype, made.dtype) if dtype)
+            moved = sum(byte_size(dtype, (read.elements,)) for dtype in (read.dtype, made.dtype) if dtype)
             found.append(CastRecord(op.index, read.name, read.dtype, made.dtype, moved, op.inserted))
     return found
-
-
-def elements(tensor: TensorRecord) -> int:
-    """Elements of a tensor, an unknown dimension counting as in the minimum cut."""
-    return math.prod(nominal(tensor.shape))
 
 
 def group(why: Reason | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -13,11 +14,9 @@ from amp_transpiler.passes.partition.boundaries import Boundary
 from amp_transpiler.passes.partition.cut import Tensor
 from amp_transpiler.passes.precision.rules import Decision
 from amp_transpiler.passes.view import constants
+from amp_transpiler.passes.view.counted_shapes import counted, counted_shapes
 from amp_transpiler.passes.view.names import source
 from amp_transpiler.passes.view.typing import Slots, programs
-
-#: Size that an unknown dimension counts as in the traffic.
-NOMINAL = 64
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,7 @@ class Problem:
     ) -> None:
         self.dtype, self.narrow_io, self.given_io = dtype, narrow_io, given_io
         self.number = {each: i for i, each in enumerate(free)}
+        self.shape_of = counted_shapes(program)
         crossing = [each for each in free if isinstance(each, Boundary)]
         self.crossing = {
             (b.op, kind, place[0]) for b in crossing for kind, place in (("in", b.read), ("out", b.made)) if place
@@ -62,7 +62,7 @@ class Problem:
             crossed = boundary.outer() if boundary.made else boundary.inner()[0]
             self.ends[crossed] = self._made(crossed, self.number[boundary])
         self._reads(ways)
-        moved = _Moved()
+        moved = _Moved(self.shape_of)
         self.costs = [moved(op, half, full) for op, half, full in ways if op in self.number]
         self.ways = ways
         for boundary in crossing:
@@ -81,7 +81,8 @@ class Problem:
     def saved(self, traffic: int) -> int:
         """Bytes that fp32 throughout would move beyond an assignment of this traffic; negative where it moves fewer."""
         bound = [(op, half) for op, half, _ in self.ways if op not in self.number and half.precision == self.dtype]
-        more = sum(_moved(op, _widened(half)) - _moved(op, half) for op, half in bound)
+        moved = _Moved(self.shape_of)
+        more = sum(moved.bytes(op, _widened(half)) - moved.bytes(op, half) for op, half in bound)
         return sum(full for _, full in self.costs) + more - traffic
 
     def _writes(self, ways: list[_Way]) -> None:
@@ -96,9 +97,9 @@ class Problem:
                     continue
                 made = half.slots.outputs[slot]
                 if number is not None and made == dtype and full.slots.outputs[slot] == "float32":
-                    ends[variable] = Tensor(number, [], False, False, _cast(variable.shape, dtype))
+                    ends[variable] = Tensor(number, [], False, False, _cast(self.shape_of(variable), dtype))
                 elif made in (dtype, "float32"):
-                    ends[variable] = Tensor(made == dtype, [], False, False, _cast(variable.shape, dtype))
+                    ends[variable] = Tensor(made == dtype, [], False, False, _cast(self.shape_of(variable), dtype))
 
     def _reads(self, ways: list[_Way]) -> None:
         """Note who reads each tensor."""
@@ -132,7 +133,7 @@ class Problem:
 
     def _made(self, variable: Variable, producer: int | bool) -> Tensor:
         """A tensor that nobody is known to read yet."""
-        return Tensor(producer, [], False, False, _cast(variable.shape, self.dtype))
+        return Tensor(producer, [], False, False, _cast(self.shape_of(variable), self.dtype))
 
     def _io_type(self, variable: Variable) -> str | None:
         narrow = variable.program.parent is None and variable.name in self.narrow_io
@@ -152,28 +153,26 @@ def _ways(choice: Decision | Free) -> tuple[Decision, Decision]:
 class _Moved:
     """Bytes that operators move in 16 bit and in fp32; those that decide alike on equal shapes are counted once."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape_of: Callable[[Variable], Shape | None]) -> None:
+        self.shape_of = shape_of
         self.known: dict[tuple[int | Shape | None, ...], tuple[int, int]] = {}
 
     def __call__(self, op: Operator, half: Decision, full: Decision) -> tuple[int, int]:
-        shapes = [None if v is None else v.shape for v in (*op.inputs, *op.outputs)]
+        shapes = [None if v is None else self.shape_of(v) for v in (*op.inputs, *op.outputs)]
         kind = (id(half), id(full), *shapes)
         found = self.known.get(kind)
         if found is None:
-            found = self.known[kind] = _moved(op, half), _moved(op, full)
+            found = self.known[kind] = self.bytes(op, half), self.bytes(op, full)
         return found
 
+    def bytes(self, op: Operator, decision: Decision) -> int:
+        """Bytes of floating-point tensors that the operator reads and writes."""
+        reads = [self._of(v, dtype) for v, dtype in zip(op.inputs, decision.slots.inputs, strict=True)]
+        writes = [self._of(v, dtype) for v, dtype in zip(op.outputs, decision.slots.outputs, strict=True)]
+        return moved_bytes(op.type, op.domain, reads, writes)
 
-def nominal(shape: tuple[int | str | None, ...] | None) -> tuple[int, ...]:
-    """A shape for the traffic: an unknown dimension is :data:`NOMINAL`, an unknown rank that of a matrix."""
-    return tuple(size if isinstance(size, int) else NOMINAL for size in ((None, None) if shape is None else shape))
-
-
-def _moved(op: Operator, decision: Decision) -> int:
-    """Bytes of floating-point tensors that the operator reads and writes."""
-    reads = [_bytes(v, dtype) for v, dtype in zip(op.inputs, decision.slots.inputs, strict=True)]
-    writes = [_bytes(v, dtype) for v, dtype in zip(op.outputs, decision.slots.outputs, strict=True)]
-    return moved_bytes(op.type, op.domain, reads, writes)
+    def _of(self, variable: Variable | None, dtype: str | None) -> int:
+        return 0 if variable is None or dtype not in FLOATS else counted_bytes(self.shape_of(variable), dtype)
 
 
 def _widened(decision: Decision) -> Decision:
@@ -186,16 +185,12 @@ def _widened(decision: Decision) -> Decision:
     return replace(decision, slots=Slots(inputs, outputs))
 
 
-def _bytes(variable: Variable | None, dtype: str | None) -> int:
-    return 0 if variable is None or dtype not in FLOATS else nominal_bytes(variable.shape, dtype)
-
-
 @lru_cache(maxsize=4096)  # a program has few shapes, and thousands of tensors of each
-def nominal_bytes(shape: Shape | None, dtype: str) -> int:
+def counted_bytes(shape: Shape | None, dtype: str) -> int:
     """Bytes of a tensor of this shape for the traffic."""
-    return tensor_bytes((dtype, nominal(shape)))
+    return tensor_bytes((dtype, counted(shape)))
 
 
 @lru_cache(maxsize=4096)
 def _cast(shape: Shape | None, dtype: str) -> int:
-    return cast_bytes(nominal(shape), dtype, "float32")
+    return cast_bytes(counted(shape), dtype, "float32")
