@@ -19,7 +19,7 @@ from amp_transpiler.ir.nodes import Operator, Variable, origin
 from amp_transpiler.ops.common import Maybe
 from amp_transpiler.ops.elementwise import limited
 from amp_transpiler.ops.norm_parts import epsilon_of
-from amp_transpiler.ops.place_images import conv_transpose, depth_to_space, nearest_resize
+from amp_transpiler.ops.place_images import conv_transpose, depth_to_space, nearest_resize, pad, space_to_depth
 from amp_transpiler.ops.pool import window_by_runtime
 
 #: Behind every end, as Slice takes it.
@@ -171,6 +171,14 @@ def leaky_relu(d: Parts, op: Operator, x: Variable) -> list[Variable]:
     return [d.Max(x, d.Mul(x, alpha))]
 
 
+def prelu(d: Parts, op: Operator, x: Variable, slope: Variable) -> list[Variable]:
+    """The larger of x and its multiple, where no slope is above 1; else what is above 0, and a multiple of the rest."""
+    known = constant_array(origin(slope), _CHANNELS)
+    if known is not None and (known <= 1).all():
+        return [d.Max(x, d.Mul(x, slope))]
+    return [d.Add(d.Max(x, d.const(0, x.dtype)), d.Mul(d.Min(x, d.const(0, x.dtype)), slope))]
+
+
 def reciprocal(d: Parts, op: Operator, x: Variable) -> list[Variable]:
     """1 / x."""
     return [d.Div(d.const(1, x.dtype), x)]
@@ -196,6 +204,9 @@ LACKING: Mapping[str, Lacking] = {
     "DepthToSpace": Lacking(depth_to_space, ("Reshape", "Transpose")),
     "GlobalAveragePool": Lacking(global_average_pool, ("ReduceMean",), 18),
     "LeakyRelu": Lacking(leaky_relu, ("Max", "Mul")),
+    "PRelu": Lacking(prelu, ("Add", "Max", "Min", "Mul")),
+    "Pad": Lacking(pad, ("Concat", "Expand", "Slice")),
     "Reciprocal": Lacking(reciprocal, ("Div",)),
     "Resize": Lacking(nearest_resize, ("Expand", "Reshape", "Unsqueeze")),
+    "SpaceToDepth": Lacking(space_to_depth, ("Reshape", "Transpose")),
 }

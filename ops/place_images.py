@@ -16,6 +16,8 @@ from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator, Variable, origin
 from amp_transpiler.ops.common import Maybe
 
+#: Behind every end, as Slice takes it.
+_END = 2**63 - 1
 #: More numbers than any kernel of a convolution has.
 _WEIGHTS = 1 << 30
 
@@ -58,6 +60,22 @@ def _enlarged(d: Parts, y: Variable, x: Variable, factors: list[int]) -> Variabl
     return d.Reshape(y, _joined(d, [0, 0], d.Mul(sizes, factors)))
 
 
+def space_to_depth(d: Parts, op: Operator, x: Variable) -> list[Variable]:
+    """Blocks of pixels, moved before the channels."""
+    block = [d.whole("blocksize", 1)] * (d.rank(x) - 2)
+    sizes, rank = _sizes(d, x), len(block)
+    if isinstance(sizes, list):
+        counts: Variable | list[int] = [size // n for size, n in zip(sizes, block, strict=True)]
+        within: Variable | list[int] = [n for pair in zip(counts, block, strict=True) for n in pair]
+    else:
+        counts = d.Div(sizes, block)
+        pairs = d.Concat(d.Unsqueeze(counts, [1]), d.const(np.array(block)[:, None]), axis=1)
+        within = d.Reshape(pairs, [-1])
+    apart = d.Reshape(x, _joined(d, [0, 0], within))
+    order = [0, *(3 + 2 * axis for axis in range(rank)), 1, *(2 + 2 * axis for axis in range(rank))]
+    return [d.Reshape(d.Transpose(apart, perm=order), _joined(d, [0, -1], counts))]
+
+
 def nearest_resize(
     d: Parts, op: Operator, x: Variable, roi: Maybe = None, scales: Maybe = None, sizes: Maybe = None
 ) -> list[Variable]:
@@ -88,6 +106,88 @@ def _repeats(d: Parts, op: Operator, x: Variable, scales: Maybe) -> list[int]:
     if factors[0] != 1 or any(factor < 1 or factor % 1 for factor in factors):
         raise d.error(f"it makes images of {' x '.join(f'{factor:g}' for factor in factors)} times the size")
     return [int(factor) for factor in factors[1:]]
+
+
+def pad(
+    d: Parts, op: Operator, x: Variable, pads: Maybe = None, value: Maybe = None, axes: Maybe = None
+) -> list[Variable]:
+    """What stands around is joined to each axis; zeros around images that only convolutions read are theirs."""
+    around, mode = _around(d, x, pads, axes), op.attrs.get("mode", "constant")
+    if mode == "constant" and _is_zero(value) and _handed_on(op, around):
+        return [x]
+    for axis, counts in around.items():
+        before, behind = (_beside(d, x, mode, axis, count, last, value) for last, count in enumerate(counts))
+        x = d.Concat(*before, x, *behind, axis=axis)
+    return [x]
+
+
+def _around(d: Parts, x: Variable, pads: Maybe, axes: Maybe) -> dict[int, tuple[int, int]]:
+    """How much stands before and behind each axis that has any."""
+    count, rank = None if pads is None else constant_array(pads), d.rank(x)
+    padded = np.arange(rank) if axes is None else constant_array(axes)
+    if count is None or padded is None or (count < 0).any():
+        raise d.error("how much it adds is computed, or less than nothing")
+    pairs = zip(padded, count.reshape(2, -1).T, strict=True)
+    return {int(axis) % rank: (int(before), int(behind)) for axis, (before, behind) in pairs if before or behind}
+
+
+def _is_zero(value: Maybe) -> bool:
+    held = np.zeros(1) if value is None else constant_array(value)
+    return held is not None and not held.any()
+
+
+def _handed_on(op: Operator, around: dict[int, tuple[int, int]]) -> bool:
+    """Whether the convolutions that read its result now pad by themselves: nothing else reads it."""
+    made = op.outputs[0]
+    readers = [] if made is None or made in op.program.outputs else made.readers
+    padding = [_own_padding(reader) if slot == 0 else None for reader, slot in readers]
+    if not readers or None in padding or min(around, default=2) < 2:
+        return False
+    for (reader, _), own in zip(readers, padding, strict=True):
+        assert own is not None
+        rank = len(own) // 2
+        for axis, counts in around.items():
+            for last, count in enumerate(counts):
+                own[axis - 2 + last * rank] += count
+        reader.attrs["pads"] = own
+    return True
+
+
+def _own_padding(op: Operator) -> list[int] | None:
+    """How much a convolution pads; None of one that pads by sizes, and of other operators."""
+    kernel = op.inputs[1] if op.type == "Conv" and not op.domain else None
+    if kernel is None or kernel.shape is None or str(op.attrs.get("auto_pad", "NOTSET")) != "NOTSET":
+        return None
+    return [int(n) for n in op.attrs.get("pads") or [0] * 2 * (len(kernel.shape) - 2)]
+
+
+def _beside(d: Parts, x: Variable, mode: str, axis: int, count: int, last: int, value: Maybe) -> list[Variable]:
+    """What stands before an axis of x, or behind its ``last`` element."""
+    if not count:
+        return []
+    if mode == "edge":
+        return [d.Slice(x, [-1], [_END], [axis]) if last else d.Slice(x, [0], [1], [axis])] * count
+    if mode == "reflect":
+        start, end = (-2, -2 - count) if last else (count, 0)
+        return [d.Slice(x, [start], [end], [axis], [-1])]
+    if mode == "wrap":
+        return [d.Slice(x, [0], [count], [axis]) if last else d.Slice(x, [-count], [_END], [axis])]
+    sizes: list[int | str | None] = list(x.shape or ())
+    sizes[axis] = count
+    return [d.Expand(d.const(0.0, x.dtype) if value is None else value, _shape(d, x, sizes))]
+
+
+def _shape(d: Parts, x: Variable, sizes: list[int | str | None]) -> Variable | list[int]:
+    """A shape of these sizes, those that are open as of x."""
+    known = static(tuple(sizes))
+    if known is not None:
+        return list(known)
+    shape = d.Shape(x)
+    parts = [
+        d.const(np.array([size])) if isinstance(size, int) else d.Slice(shape, [axis], [axis + 1], [0])
+        for axis, size in enumerate(sizes)
+    ]
+    return d.Concat(*parts, axis=0)
 
 
 def conv_transpose(d: Parts, op: Operator, x: Variable, w: Variable, bias: Maybe = None) -> list[Variable]:
@@ -123,7 +223,7 @@ def conv_transpose(d: Parts, op: Operator, x: Variable, w: Variable, bias: Maybe
     )
     y = _spread(d, y, group * outputs, strides, blocks_first=False)
     if any((*begin, *end)):
-        ends = [-after if after else np.iinfo(np.int64).max for after in end]
+        ends = [-after if after else _END for after in end]
         y = d.Slice(y, begin, d.const(np.array(ends)), list(range(2, 2 + rank)))
     return [y]
 

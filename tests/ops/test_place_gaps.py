@@ -14,6 +14,8 @@ from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.decompose import write_instead
 from amp_transpiler.ir.weights import become_constants
 from amp_transpiler.ops.place_gaps import LACKING, LOST
+from tests.helpers.converting import filled
+from tests.helpers.sessions import run
 
 POOLS = {
     "a residual net's": "kernel_shape=[3,3], strides=[2,2], pads=[1,1,1,1]",
@@ -111,6 +113,14 @@ FORMS = {
     "Resize, open sizes": ("mode='nearest'", "N,4,H,W"),
     "DepthToSpace, open sizes": ("blocksize=2", "N,4,H,W"),
     "DepthToSpace, columns first, open sizes": ("blocksize=2, mode='CRD'", "N,4,H,W"),
+    "SpaceToDepth": ("blocksize=2", "N,3,4,6"),
+    "SpaceToDepth, open sizes": ("blocksize=2", "N,3,H,W"),
+    "PRelu": ("", "N,3,H,W"),
+    "PRelu, steep": ("", "N,3,H,W"),
+    **{f"Pad, {mode}": (f"mode='{mode}'", "N,3,H,W") for mode in ("constant", "reflect", "edge", "wrap")},
+    "Pad, fixed sizes": ("", "2,3,4,5"),
+    "Pad, a number": ("", "N,3,H,4"),
+    "Pad, some axes": ("mode='reflect'", "N,3,4,4"),
     "ConvTranspose": ("strides=[2,3], pads=[0,1,1,2]", "N,4,3,5"),
     "ConvTranspose, open sizes": ("strides=[2,2], pads=[1,1,1,1], group=2, output_padding=[1,0]", "N,4,H,W"),
     "ConvTranspose, side by side": ("strides=[4,6]", "N,4,H,W"),
@@ -126,6 +136,13 @@ READ = {
         "<float[3] s = {1, -2, 3}, float[3] b = {0.5, 0, 1}, float[3] m = {0, 3, -1}, float[3] v = {4, 0.01, 1}>",
         "x, s, b, m, v",
     ),
+}
+READ |= {
+    "PRelu": ("<float[3,1,1] s = {0.25, 1.0, -2.0}>", "x, s"),
+    "PRelu, steep": ("<float[3,1,1] s = {0.25, 1.5, -2.0}>", "x, s"),
+    "Pad": ("<int64[8] p = {1, 0, 2, 1, 0, 0, 0, 5}>", "x, p"),
+    "Pad, a number": ("<int64[8] p = {0, 0, 1, 0, 0, 2, 1, 0}, float v = {1.5}>", "x, p, v"),
+    "Pad, some axes": ("<int64[4] p = {1, 3, 3, 0}, int64[2] a = {-1, 2}>", "x, p, , a"),
 }
 KERNEL = ", ".join(f"{number:.3f}" for number in np.random.default_rng(1).standard_normal(4 * 2 * 4 * 6))
 READ["ConvTranspose"] = (f"<float[4,2,4,6] w = {{{KERNEL}}}, float[2] b = {{1, -2}}>", "x, w, b")
@@ -153,6 +170,7 @@ def test_what_has_no_16_bit_kernel_in_other_operators(name: str) -> None:
     [
         ("LeakyRelu", "alpha=2.0", "2,4,3,5", "", "x"),
         ("DepthToSpace", "blocksize=2", "N,C,H,W", "", "x"),
+        ("Pad", "", "2,4,3,5", "<int64[8] p = {0, 0, -1, 0, 0, 0, 0, 1}>", "x, p"),
         ("ConvTranspose", "strides=[3,3]", "2,4,3,5", *READ["ConvTranspose"]),
         ("ConvTranspose", "strides=[2,2], dilations=[2,1]", "2,4,3,5", *READ["ConvTranspose"]),
         ("ConvTranspose", "strides=[2,2], output_padding=[1,1]", "2,4,3,5", *READ["ConvTranspose"]),
@@ -169,3 +187,34 @@ def test_what_has_no_16_bit_kernel_in_other_operators(name: str) -> None:
 def test_forms_that_have_none(type_: str, attributes: str, sizes: str, more: str, reads: str) -> None:
     with pytest.raises(GraphError, match=type_):
         written(type_, attributes, sizes, more, reads)
+
+
+PADDED = """<ir_version: 10, opset_import: ["" : 22]> m (float[N,2,H,W] x) => (float[A,B,C,D] y, float[E,F,G,I] z)
+    <float[2,2,3,3] w, int64[8] p = {0, 0, 1, 0, 0, 0, 2, 3}> { a = Pad(x, p)
+    y = Conv<strides=[2,1]>(a, w) z = Conv<pads=[1,1,0,0]>(a, w) }"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "held"),
+    [
+        ("", "", 0),
+        ("Conv<pads=[1,1,0,0]>", "Conv<auto_pad='SAME_UPPER'>", 2),
+        ("{0, 0, 1, 0, 0, 0", "{0, 1, 1, 0, 0, -1", None),
+        ("z = Conv<pads=[1,1,0,0]>(a, w)", "z = Relu(a)", 2),
+        ("Pad(x, p)", "Pad<mode='edge'>(x, p)", 2),
+    ],
+)
+def test_zeros_around_images_become_the_padding_of_convolutions(old: str, new: str, held: int | None) -> None:
+    model = filled(PADDED.replace(old, new.replace("'", '"')) if old else PADDED)
+    program = amp.Program.from_onnx(model)
+    become_constants(program)
+    try:
+        write_instead(program.operators[0], LACKING["Pad"].write)
+    except GraphError:
+        assert held is None
+        return
+    assert sum(op.type == "Concat" for op in program.operators if op.outputs[0].dtype == "float32") == held
+    x = np.random.default_rng(0).standard_normal((2, 2, 5, 6), np.float32)
+    one, other = (run(each, {"x": x}) for each in (model, program.to_onnx()))
+    for first, second in zip(one, other, strict=True):
+        np.testing.assert_allclose(first, second, rtol=1e-5, atol=1e-6)
