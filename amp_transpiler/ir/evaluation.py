@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,19 +21,42 @@ def evaluated(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> np.nda
 
 
 def fold(op: Operator, values: list[np.ndarray]) -> np.ndarray | None:
-    """Run one small operator in the reference evaluator; None where that cannot."""
-    names = iter(f"i{i}" for i in range(len(values)))
-    inputs = ["" if v is None else next(names) for v in op.inputs]
-    node = onnx.helper.make_node(op.type, inputs, ["out"], domain=op.domain)
-    node.attribute.extend(op.attrs.protos())
-    feeds = dict(zip([n for n in inputs if n], values, strict=True))
-    given = [
+    """Run one small operator in the reference evaluator; None where that cannot. Do not write to the result."""
+    attrs = tuple(proto.SerializeToString(deterministic=True) for proto in op.attrs.protos())
+    run = _folded.__wrapped__ if any(array.dtype.hasobject for array in values) else _folded
+    read = tuple(map(_Read, values))
+    return run(op.type, op.domain, op.program.opset(op.domain), attrs, tuple(v is not None for v in op.inputs), read)
+
+
+class _Read:
+    """What an operator reads: equal to another of the same numbers."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        self.same = (array.dtype, array.shape, array.tobytes())
+
+    def __hash__(self) -> int:
+        return hash(self.same)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Read) and self.same == other.same
+
+
+@lru_cache(maxsize=4096)  # the layers of a net compute their sizes alike
+def _folded(
+    type_: str, domain: str, opset: int, attrs: tuple[bytes, ...], given: tuple[bool, ...], read: tuple[_Read, ...]
+) -> np.ndarray | None:
+    names = iter(f"i{i}" for i in range(len(read)))
+    inputs = [next(names) if each else "" for each in given]
+    node = onnx.helper.make_node(type_, inputs, ["out"], domain=domain)
+    node.attribute.extend(map(onnx.AttributeProto.FromString, attrs))
+    feeds = dict(zip([n for n in inputs if n], (each.array for each in read), strict=True))
+    known = [
         onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
         for name, array in feeds.items()
     ]
-    graph = onnx.helper.make_graph([node], "fold", given, [onnx.helper.make_empty_tensor_value_info("out")])
-    opset = onnx.helper.make_opsetid(op.domain, op.program.opset(op.domain))
-    model = onnx.helper.make_model(graph, opset_imports=[opset])
+    graph = onnx.helper.make_graph([node], "fold", known, [onnx.helper.make_empty_tensor_value_info("out")])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid(domain, opset)])
     try:
         return evaluated(model, feeds)
     except Exception:  # the evaluator raises whatever its operator does; an unknown value is no error here
