@@ -77,17 +77,22 @@ def _padding(d: Parts, op: Operator, x: Variable, dilations: list[int]) -> tuple
     window = window_by_runtime(op.attrs, source, target) if source and target else None
     if window is not None:
         return list(window.begin), list(window.overhang)
-    automatic = str(op.attrs.get("auto_pad", "NOTSET"))
-    moves = any(int(n) != 1 for n in op.attrs.get("strides") or [])
-    if moves and (op.attrs.get("ceil_mode", 0) or automatic.startswith("SAME")):
-        raise d.error("its padding goes by sizes that are open")
+    automatic, rank = str(op.attrs.get("auto_pad", "NOTSET")), len(dilations)
+    reach = [(int(n) - 1) * gap for n, gap in zip(op.attrs["kernel_shape"], dilations, strict=True)]
+    strides = [int(n) for n in op.attrs.get("strides") or [1] * rank]
     if automatic.startswith("SAME"):  # as many as there are places to begin
-        total = [(int(n) - 1) * gap for n, gap in zip(op.attrs["kernel_shape"], dilations, strict=True)]
-        less, more = [n // 2 for n in total], [n - n // 2 for n in total]
+        if max(strides) > 1:
+            raise d.error("its padding goes by sizes that are open")
+        less, more = [n // 2 for n in reach], [n - n // 2 for n in reach]
         return (less, more) if automatic == "SAME_UPPER" else (more, less)
-    pads, rank = op.attrs.get("pads") if automatic == "NOTSET" else None, len(dilations)
+    pads = op.attrs.get("pads") if automatic == "NOTSET" else None
     pads = [int(n) for n in pads or [0] * 2 * rank]
-    return pads[:rank], pads[rank:]
+    begin, end = pads[:rank], pads[rank:]
+    if op.attrs.get("ceil_mode", 0):  # one more window where the last does not reach the end
+        if any(n < stride - 1 + after for n, stride, after in zip(reach, strides, end, strict=True)):
+            raise d.error("its last window may lie in the padding, by sizes that are open")
+        end = [after + stride - 1 for after, stride in zip(end, strides, strict=True)]
+    return begin, end
 
 
 def instance_normalization(d: Parts, op: Operator, x: Variable, scale: Variable, bias: Variable) -> list[Variable]:

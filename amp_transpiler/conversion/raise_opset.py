@@ -16,13 +16,15 @@ from amp_transpiler.ir.contrib_types import WITHDRAWN, WITHDRAWN_AT
 from amp_transpiler.ir.decompose import write_instead
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.kernel_cost import moved_bytes
-from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.nodes import Operator, Variable, origin
+from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.lists import TARGET_OPSET, USUAL_PLACE, has_kernel, place_traits
 from amp_transpiler.ops.place_gaps import LOST
 from amp_transpiler.passes.canonicalize.fuse_norm import MEANS, fuse_layer_norms, has_layer_norms
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.numerics.quantised import loads_at
-from amp_transpiler.passes.partition.problem import counted_bytes
+from amp_transpiler.passes.partition.cut import FULL, Tensor, solve
+from amp_transpiler.passes.partition.problem import counted_bytes, counted_cast
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.view.counted_shapes import counted_shapes
 from amp_transpiler.passes.view.typing import Obstacle, has_float, narrowed
@@ -140,19 +142,36 @@ def _targets(program: Graph, dtype: str, has: _HasKernel) -> tuple[int, ...]:
 
 
 def _traffic(program: Graph, dtype: str, has: _HasKernel) -> int:
-    """Bytes that the operators move where each that can runs in ``dtype``, casts aside."""
+    """Bytes that operators and casts move in a least assignment of ``dtype`` to those that can run in it."""
     shape_of = counted_shapes(program)
 
-    def size(variable: Variable | None, narrow: str) -> int:
-        if variable is None or variable.dtype != "float32":
-            return 0
-        return counted_bytes(shape_of(variable), narrow)
+    def moved(op: Operator, narrow: str) -> int:
+        sizes = (
+            [counted_bytes(shape_of(v), narrow) if v is not None and v.dtype == "float32" else 0 for v in side]
+            for side in (op.inputs, op.outputs)
+        )
+        return moved_bytes(op.type, op.domain, *sizes)
 
-    return sum(
-        moved_bytes(op.type, op.domain, *([size(v, narrow) for v in side] for side in (op.inputs, op.outputs)))
-        for op in program.walk()
-        for narrow in [dtype if _is_able(op, dtype, has) else "float32"]
-    )
+    costs, bound = list[tuple[int, int]](), 0
+    tensors: dict[Variable, Tensor] = {}
+    for op in program.walk():
+        if op.type in _APART or traits_of(op).shape_only:
+            continue
+        number: int | bool = len(costs) if _is_able(op, dtype, has) else FULL
+        if number is FULL:
+            bound += moved(op, "float32")
+        else:
+            costs.append((moved(op, dtype), moved(op, "float32")))
+        for v in op.inputs:
+            tensor = None if v is None else tensors.get(origin(v))
+            if tensor is not None and number is FULL:
+                tensor.read_full = True
+            elif tensor is not None:
+                tensor.readers.append(number)
+        for v in op.outputs:
+            if v is not None and v.dtype == "float32":
+                tensors[v] = Tensor(number, [], False, False, counted_cast(shape_of(v), dtype))
+    return bound + solve(costs, list(tensors.values())).value
 
 
 def _able(program: Graph, dtype: str, has: _HasKernel) -> int:

@@ -106,7 +106,7 @@ def test_lists_that_keep_it_fp32_raise_no_opset_and_what_casts_cost_is_said(aske
     (note,) = done.conversion.notes
     assert note == (
         f"casts around what stays float32 cost more than float16 saves: about {beyond / 1024:.1f} KiB are moved beyond "
-        "those of float32 throughout (open sizes of inputs taken as 64); other lists, or mode=pure, move fewer"
+        "those of float32 throughout (open sizes of inputs taken as 128); other lists, or mode=pure, move fewer"
     )
 
 

@@ -51,7 +51,7 @@ def test_counts_casts_and_reasons_follow_from_the_record():
     assert sum(c.inserted for c in casts) == found["cast"] > 0
     assert [c.tensor for c in casts if not c.inserted] == ["s"]
     own = next(c for c in casts if not c.inserted)
-    assert (own.source, own.target, own.bytes) == ("int64", "float32", 64 * 2 * (8 + 4)), "64 stands for N"
+    assert (own.source, own.target, own.bytes) == ("int64", "float32", 128 * 2 * (8 + 4)), "128 stands for N"
     to_half = next(c for c in casts if c.tensor == "x")
     assert to_half.bytes == 8 * (4 + 2)
     assert sum(summary.reasons(record.after).values()) == sum(bool(op.reason) for op in record.after.operators)

@@ -26,12 +26,13 @@ POOLS = {
     "gaps": "kernel_shape=[3,2], dilations=[2,3]",
     "uneven padding": "kernel_shape=[3,4], strides=[2,3], pads=[0,3,2,1]",
     "valid": "kernel_shape=[3,3], strides=[2,2], auto_pad='VALID'",
+    "rounded up": "kernel_shape=[3,3], strides=[2,2], ceil_mode=1",
+    "rounded up, uneven": "kernel_shape=[4,5], strides=[3,4], pads=[1,2,1,0], ceil_mode=1",
     "the same size": "kernel_shape=[2,4], auto_pad='SAME_UPPER', ceil_mode=1",
     "the same size, more before": "kernel_shape=[2,4], strides=[1,1], auto_pad='SAME_LOWER'",
 }
 #: Whose padding goes by the sizes.
 FIXED = {
-    "rounded up": "kernel_shape=[3,3], strides=[2,2], ceil_mode=1",
     "rounded up, no window behind the end": "kernel_shape=[2,2], strides=[3,3], pads=[1,1,1,1], ceil_mode=1",
     "the same size, two strides": "kernel_shape=[3,3], strides=[2,2], auto_pad='SAME_UPPER'",
     "the same size, strides": "kernel_shape=[4,4], strides=[2,3], auto_pad='SAME_LOWER'",
@@ -70,7 +71,11 @@ def results(model: onnx.ModelProto, program: amp.Program, x: np.ndarray) -> tupl
 )
 def test_the_maxima_of_windows_are_those_of_slices(name: str, sizes: str) -> None:
     model, program = written("MaxPool", (POOLS | FIXED)[name], sizes)
-    for shape in [(2, 3, 11, 13)] if "H" not in sizes else [(2, 3, 11, 13), (1, 3, 8, 7), (4, 3, 5, 4)]:
+    for shape in (
+        [(2, 3, 11, 13)]
+        if "H" not in sizes
+        else [(2, 3, 11, 13), (1, 3, 8, 7), (4, 3, 5, 4), (1, 3, 9, 10), (1, 3, 6, 12)]
+    ):
         x = np.random.default_rng(0).standard_normal(shape, np.float32) - 3  # what padding with zeros would show
         one, other = results(model, program, x)
         np.testing.assert_array_equal(one, other)

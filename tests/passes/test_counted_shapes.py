@@ -21,10 +21,10 @@ MISFIT = "m (float[N] x, float[3] z) => (float[N] v) { y = Concat<axis=0>(x, x) 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (STRIDES, {"y": (64, 1, 31, 31)}),
-        (CACHE, {"a": (65,), "y": (65,)}),
-        (BRANCH, {"y": (64, 128), "u": (128, 64)}),
-        (MISFIT, {"y": (64,), "v": (3,)}),
+        (STRIDES, {"y": (128, 1, 63, 63)}),
+        (CACHE, {"a": (129,), "y": (129,)}),
+        (BRANCH, {"y": (128, 256), "u": (256, 128)}),
+        (MISFIT, {"y": (128,), "v": (3,)}),
         ("m (float[2,3] x) => (float[2,3] y) { y = Neg(x) }", {"y": (2, 3)}),
     ],
 )

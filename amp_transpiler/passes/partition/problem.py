@@ -97,9 +97,11 @@ class Problem:
                     continue
                 made = half.slots.outputs[slot]
                 if number is not None and made == dtype and full.slots.outputs[slot] == "float32":
-                    ends[variable] = Tensor(number, [], False, False, _cast(self.shape_of(variable), dtype))
+                    ends[variable] = Tensor(number, [], False, False, counted_cast(self.shape_of(variable), dtype))
                 elif made in (dtype, "float32"):
-                    ends[variable] = Tensor(made == dtype, [], False, False, _cast(self.shape_of(variable), dtype))
+                    ends[variable] = Tensor(
+                        made == dtype, [], False, False, counted_cast(self.shape_of(variable), dtype)
+                    )
 
     def _reads(self, ways: list[_Way]) -> None:
         """Note who reads each tensor."""
@@ -133,7 +135,7 @@ class Problem:
 
     def _made(self, variable: Variable, producer: int | bool) -> Tensor:
         """A tensor that nobody is known to read yet."""
-        return Tensor(producer, [], False, False, _cast(self.shape_of(variable), self.dtype))
+        return Tensor(producer, [], False, False, counted_cast(self.shape_of(variable), self.dtype))
 
     def _io_type(self, variable: Variable) -> str | None:
         narrow = variable.program.parent is None and variable.name in self.narrow_io
@@ -192,5 +194,6 @@ def counted_bytes(shape: Shape | None, dtype: str) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _cast(shape: Shape | None, dtype: str) -> int:
+def counted_cast(shape: Shape | None, dtype: str) -> int:
+    """Bytes that a cast between this 16-bit type and fp32 moves, of a tensor of this shape."""
     return cast_bytes(counted(shape), dtype, "float32")

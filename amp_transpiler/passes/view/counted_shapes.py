@@ -11,8 +11,9 @@ from amp_transpiler.ir.infer import Shapes, static
 from amp_transpiler.ir.nodes import Shape, Variable
 from amp_transpiler.ir.size_names import size_of
 
-#: Size that an open dimension of an input counts as, and one that nothing tells.
-NOMINAL = 64
+#: Size that an open dimension of an input counts as, and one that nothing tells: an image of which deep networks leave
+#: something.
+NOMINAL = 128
 
 
 def counted(shape: Shape | None) -> tuple[int, ...]:
