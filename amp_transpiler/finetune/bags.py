@@ -24,6 +24,8 @@ from amp_transpiler.passes.view.constants import constant_content
 from amp_transpiler.passes.view.of_type import of_type
 from amp_transpiler.program import Program, program_guard
 
+#: Offsets that are looked at, where they are known.
+_MOST = 1 << 20
 _MODES = {"ReduceSum": "sum", "ReduceMean": "mean", "ReduceMax": "max"}
 
 
@@ -235,7 +237,7 @@ def _counts(variable: Variable | None, rows: Variable, indices: Variable) -> boo
 
 def _without_end(offsets: Variable, rows: Variable, indices: Variable) -> Variable | None:
     """The offsets before the last, where that is the number of the rows."""
-    joined, known = maker(offsets, "Concat"), constant_array(offsets)
+    joined, known = maker(offsets, "Concat"), constant_array(offsets, _MOST)
     if joined is not None and len(joined.inputs) == 2 and _counts(joined.input(1), rows, indices):
         return joined.inputs[0]
     if known is None or rows.shape is None or known[-1] != rows.shape[0]:
@@ -245,14 +247,16 @@ def _without_end(offsets: Variable, rows: Variable, indices: Variable) -> Variab
 
 def _is_number_of_bags(variable: Variable | None, offsets: Variable) -> bool:
     """Whether it is one less than there are offsets."""
-    joined, less = maker(offsets, "Concat"), maker(variable, "Sub")
     if offsets.shape is not None and isinstance(offsets.shape[0], int):
         return number(variable) == offsets.shape[0] - 1
+    joined, less, counted = maker(offsets, "Concat"), maker(variable, "Sub"), maker(variable, "Size")
     if less is not None and number(_held(less.input(1))) == 1:
-        counted, expected = maker(_held(less.input(0)), "Size"), offsets
-    else:
-        counted, expected = maker(variable, "Size"), None if joined is None else _held(joined.input(0))
-    return counted is not None and expected is not None and _held(counted.input(0)) is expected
+        size = maker(_held(less.input(0)), "Size")
+        return size is not None and _held(size.input(0)) is offsets
+    if joined is None or counted is None or len(joined.inputs) != 2:
+        return False
+    (begins, end), of = joined.inputs, _held(counted.input(0))
+    return of is not None and of is _held(begins) and end is not None and end.shape == (1,)
 
 
 def _write(program: Program, joined: Operator, found: _Bags) -> None:
