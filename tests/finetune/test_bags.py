@@ -9,6 +9,7 @@ import onnx
 import pytest
 
 import amp_transpiler as amp
+from amp_transpiler.finetune.bags import sum_bags
 from amp_transpiler.nn import functional as F
 from tests.nn.test_embedding_bag import ROWS, WIDTH, expected
 
@@ -62,8 +63,9 @@ def load(text: str, table: np.ndarray) -> amp.Program:
     return amp.Program.from_onnx(made)
 
 
-@pytest.mark.parametrize("ends", ENDS)
-@pytest.mark.parametrize("mode", BODIES)
+@pytest.mark.parametrize(
+    ("mode", "ends"), [("sum", "begins"), ("mean", "begins"), ("mean", "begins and end"), ("max", "begins and end")]
+)
 def test_bags_train_with_offsets_that_are_fed(mode: str, ends: str) -> None:
     rng = np.random.default_rng(0)
     table = rng.normal(size=(ROWS, WIDTH)).astype(np.float32)
@@ -105,11 +107,12 @@ def test_rows_behind_the_last_bag_are_in_none() -> None:
         MEAN.replace("Sub (size, start)", "Sub (size, end)"),
         MEAN.replace("ReduceMean", "ReduceMax"),
         MEAN.replace("Greater (n, zero)", "Greater (n, one)"),
+        MEAN.replace("Cast <to = 1> (n)", "Cast <to = 1> (size)"),
     ],
 )
 def test_what_is_no_bag_stays_a_loop(other: str) -> None:
     program = load(net(other, "begins and end"), np.ones((ROWS, WIDTH), np.float32))
-    assert not any("bags" in note for note in amp.prepare_training(program).notes) and program.nesting
+    assert not sum_bags(program) and program.nesting
 
 
 @pytest.mark.parametrize(
@@ -117,7 +120,7 @@ def test_what_is_no_bag_stays_a_loop(other: str) -> None:
     [
         ("on = Less (next, count)", "on = Less (at, count)"),
         ("SequenceInsert (had, row)", "SequenceInsert (had, row, zero)"),
-        ("next = Add (at, one)", "next = Add (at, two)"),
+        ("next = Add (at, one)  on = Less (next,", "more = Add (at, one)  next = Add (at, two)  on = Less (more,"),
         ("Concat <axis = 0> (given, size)", "Concat <axis = 0> (size, given)"),
     ],
 )
@@ -125,4 +128,4 @@ def test_other_turns_stay_a_loop(old: str, new: str) -> None:
     text = net(SUM, "begins")
     assert old in text
     program = load(text.replace(old, new), np.ones((ROWS, WIDTH), np.float32))
-    assert not any("bags" in note for note in amp.prepare_training(program).notes) and program.nesting
+    assert not sum_bags(program) and program.nesting
