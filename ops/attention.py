@@ -98,7 +98,7 @@ def scores(d: Parts, q: Variable, k: Variable) -> Variable:
     """scale * Q K'. The factor goes to Q first: the product of large heads would leave fp16."""
     scale = scale_of(d, q)
     q = d.Mul(q, scale) if scale != 1 else q
-    return d.MatMul(q, d.Transpose(_grouped(d, q, k), perm=[0, 1, 3, 2]))
+    return d.MatMul(q, d.Transpose(grouped(d, q, k), perm=[0, 1, 3, 2]))
 
 
 def capped(d: Parts, scores: Variable) -> Variable:
@@ -107,8 +107,8 @@ def capped(d: Parts, scores: Variable) -> Variable:
     return d.Mul(d.Tanh(d.Div(scores, softcap)), softcap) if softcap else scores
 
 
-def _grouped(d: Parts, q: Variable, k: Variable) -> Variable:
-    """K or V with each head repeated for the query heads that share it."""
+def grouped(d: Parts, q: Variable, k: Variable) -> Variable:
+    """K or V, [B, heads, T, size], with each head repeated for the query heads that share it."""
     heads, shared = d.size(q, 1), d.size(k, 1)
     if heads == shared:
         return k
@@ -131,7 +131,7 @@ def weigh(d: Parts, scores: Variable, v: Variable, allowed: Maybe) -> tuple[Vari
         most = d.ReduceMax(d.cast(allowed, "float32"), d.const(np.array([-1])), keepdims=1)
         blind = d.Less(most, d.const(1, "float32"))
     probabilities = d.Softmax(scores, axis=-1)
-    result = d.MatMul(probabilities, _grouped(d, scores, v))
+    result = d.MatMul(probabilities, grouped(d, scores, v))
     if blind is not None:
         result = d.Where(blind, d.const(0, result.dtype), result)
     return result, probabilities, blind

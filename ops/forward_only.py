@@ -11,7 +11,6 @@ traits(
     "HannWindow",
     "TfIdfVectorizer",
 )
-traits("MaxRoiPool", carries_large=True, places=(1,))
 traits("MelWeightMatrix", settings=(3, 4))
 traits("NonMaxSuppression", settings=(0, 1, 3, 4), places=(0,))
 # Control flow, sequences and optionals: what is inside moves, the operators of nested graphs compute.
@@ -35,8 +34,3 @@ traits(
 # Quantised numbers and bit patterns.
 traits("BitCast", bits=True)
 traits("DynamicQuantizeLinear", settings=(0,), quantises=True)
-# Layers of state-space and linear-attention models.
-traits(
-    "CausalConvWithState",
-    "LinearAttention",
-)

@@ -12,6 +12,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.intervals import Interval, Ranges, any_of, same
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import combined, gradient, own, range_rule, traits
+from amp_transpiler.ops.attention import positions_of
 from amp_transpiler.ops.common import Grads, comparable, padded_axis, shape_of, size_of, sliced
 from amp_transpiler.ops.row_sums import added_rows, places_of_rows, remember_rows
 
@@ -161,6 +162,24 @@ def compress(d: Parts, op: Operator, x: Variable, condition: Variable) -> list[V
     """Where the condition holds; where it ends before the axis does, it does not."""
     places, axis = d.Squeeze(d.NonZero(condition), [0]), op.attrs.get("axis")
     return [d.Gather(d.Reshape(x, [-1]), places) if axis is None else d.Gather(x, places, axis=axis)]
+
+
+@decomposition("TensorScatter")
+def tensor_scatter(
+    d: Parts, op: Operator, past: Variable, update: Variable, begins: Variable | None = None
+) -> list[Variable]:
+    """The update [B, .., T, ..] over the past from the place on where it begins, in each of the batch."""
+    rank = d.rank(past)
+    axis = d.whole("axis", -2) % rank
+    places = d.Unsqueeze(positions_of(d, update, axis), [0])
+    if begins is not None:
+        places = d.Add(places, d.Unsqueeze(begins, [1]))
+        if op.attrs.get("mode", "linear") == "circular":
+            size = d.size(past, axis)
+            places = d.Mod(places, d.Shape(past, start=axis, end=axis + 1) if size is None else d.const(size, "int64"))
+    others = [i for i in range(1, rank) if i != axis]
+    places = d.Expand(d.Unsqueeze(places, others) if others else places, d.Shape(update))
+    return [d.ScatterElements(past, places, update, axis=axis)]
 
 
 _LOOKUPS = ("Gather", "GatherElements", "GatherND")

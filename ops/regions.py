@@ -1,13 +1,18 @@
-"""RoiAlign: each bin of a region is the mean of samples, each of them made of the four elements around its place.
+"""RoiAlign and MaxRoiPool: what the bins of regions hold.
 
-Samples of a region lie on a grid, so that a bin is a sum over rows and columns: ``y = rows . x . columns^T`` with what
-each row and each column of x has of the bin. The gradient is two products with the same shares, and adds up whatever
-regions overlap. Regions have no gradient, as in torchvision: they are what a detector proposes, cut and sorted.
-Places and borders: https://onnx.ai/onnx/operators/onnx__RoiAlign.html and ``roialign.cc`` of onnxruntime.
+In RoiAlign each bin is the mean of samples, each of them made of the four elements around its place. Samples of a
+region lie on a grid, so that a bin is a sum over rows and columns: ``y = rows . x . columns^T`` with what each row and
+each column of x has of the bin. The gradient is two products with the same shares, and adds up whatever regions
+overlap. Regions have no gradient, as in torchvision: they are what a detector proposes, cut and sorted. Places and
+borders: https://onnx.ai/onnx/operators/onnx__RoiAlign.html and ``roialign.cc`` of onnxruntime.
+
+In MaxRoiPool each bin is the largest of its elements, whose edges are whole; the first of equal ones, row by row, has
+the gradient. Edges: ``roi_pool.cc`` of onnxruntime.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +21,8 @@ import numpy as np
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, traits
-from amp_transpiler.ops.common import Grads, size_of
+from amp_transpiler.ops.common import Grads, comparable, size_of
+from amp_transpiler.ops.row_sums import added_rows
 
 #: Samples that lie nearer to each other than this lie so far apart: an empty region has them all at one place.
 _NEAREST = 1e-6
@@ -97,4 +103,85 @@ def _shares(e: Emitter, attrs: Mapping[str, Any], start: Value, end: Value, bins
     return e.Div(total, many)
 
 
+@gradient("MaxRoiPool", "x0 x1 dy0", inputs=[0], stops=[1])
+def max_roi_pool(e: Emitter, op: Operator, x: Value, regions: Value, dy: Value) -> Grads:
+    """dy [regions, channels, bins down, bins across] at the place of each largest element: of the largest of each row
+    between two columns that of the rows between two edges."""
+    batch, channels, height, width = size_of(x)
+    number, _, down, across = size_of(dy)
+    image, left, top, right, bottom = (
+        e.reshape(e.Slice(regions, e.ints(side), e.ints(side + 1), e.ints(1), shape=(number, 1)), (number, 1))
+        for side in range(5)
+    )
+    image = e.cast(image, "int64")
+    scale = float(op.attrs.get("spatial_scale", 1.0))
+    columns = _within(e, left, right, scale, across, width)
+    rows = _within(e, top, bottom, scale, down, height)
+    own = e.op("Gather", comparable(e, x), e.reshape(image, (number,)), axis=0, shape=(number, *size_of(x)[1:]))
+    of_row, column = _largest(e, own, columns, 3)
+    _, row = _largest(e, of_row, rows, 2)
+    column = e.GatherElements(column, row, axis=2, shape=size_of(dy))
+    place = e.Add(e.Mul(row, e.const(np.int64(width))), column)
+    first = e.Add(e.Mul(image, e.const(np.int64(channels))), e.const(np.arange(channels)[None]))
+    first = e.reshape(e.Mul(first, e.const(np.int64(height * width))), (number, channels, 1, 1))
+    some = e.op(
+        "And",
+        *(
+            e.reshape(e.Greater(_count(e, inside), e.const(0.0, "float32")), (number, 1, *shape))
+            for inside, shape in ((rows, (down, 1)), (columns, (1, across)))
+        ),
+        dtype="bool",
+        shape=(number, 1, down, across),
+    )
+    flat = (batch * channels * height * width,)
+    at = e.reshape(e.Add(place, first), (dy_size := math.prod(size_of(dy)), 1))
+    kept = e.reshape(e.Where(some, dy, e.like(0, dy), shape=dy.shape), (dy_size,))
+    return [e.reshape(added_rows(e, e.zeros(flat, dy.dtype), at, kept), size_of(x))]
+
+
+def _within(e: Emitter, start: Value, end: Value, scale: float, bins: int, size: int) -> Value:
+    """Which of ``size`` elements along an axis are in each bin, [regions, bins, size], of ends [regions, 1]; as
+    onnxruntime computes it, in fp32."""
+
+    def number(value: float) -> Value:
+        return e.const(value, "float32")
+
+    def whole(place: Value) -> Value:
+        """The nearest, of halves that further from 0."""
+        scaled = e.Mul(e.cast(place, "float32"), number(scale))
+        return e.Mul(e.op("Sign", scaled, shape=scaled.shape), e.Floor(e.Add(e.Abs(scaled), number(0.5))))
+
+    first, last = whole(start), whole(end)
+    one_bin = e.Div(e.Max(e.Add(e.Sub(last, first), number(1)), number(1)), number(bins))
+    low = e.Add(e.Floor(e.Mul(e.const(np.arange(bins)[None], "float32"), one_bin)), first)
+    steps = e.Mul(e.const(np.arange(1, bins + 1)[None], "float32"), one_bin)
+    high = e.Add(e.op("Ceil", steps, shape=steps.shape), first)
+    low, high = (e.reshape(edge, (size_of(start)[0], bins, 1)) for edge in (low, high))
+    at = e.const(np.arange(size), "float32")
+    return e.op("And", e.GreaterOrEqual(at, low), e.Less(at, high), dtype="bool")
+
+
+def _largest(e: Emitter, x: Value, inside: Value, axis: int) -> tuple[Value, Value]:
+    """The largest elements of x [regions, channels, .., ..] along an axis in each bin, and their places, the first of
+    equal ones."""
+    number, bins, size = size_of(inside)
+    shape = [number, 1, 1, 1]
+    shape[axis] = size
+    values, places = [], []
+    for i in range(bins):
+        here = e.Slice(inside, e.ints(i), e.ints(i + 1), e.ints(1), shape=(number, 1, size))
+        bin_ = e.Where(e.reshape(here, tuple(shape)), x, e.like(-np.inf, x), shape=x.shape)
+        thin = (*size_of(x)[:axis], 1, *size_of(x)[axis + 1 :])
+        places.append(e.ArgMax(bin_, axis=axis, keepdims=1, dtype="int64", shape=thin))
+        values.append(e.GatherElements(bin_, places[-1], axis=axis, shape=thin))
+    made = (*size_of(x)[:axis], bins, *size_of(x)[axis + 1 :])
+    return e.op("Concat", *values, axis=axis, shape=made), e.op("Concat", *places, axis=axis, shape=made)
+
+
+def _count(e: Emitter, inside: Value) -> Value:
+    """How many elements are in each bin."""
+    return e.op("ReduceSum", e.cast(inside, "float32"), e.ints(2), keepdims=0, shape=size_of(inside)[:2])
+
+
+traits("MaxRoiPool", carries_large=True, places=(1,))
 traits("RoiAlign", carries_large=True, places=(1,))

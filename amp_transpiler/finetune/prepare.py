@@ -14,6 +14,7 @@ from amp_transpiler.conversion.calibration.measure import measure
 from amp_transpiler.conversion.calibration.samples import load_calibration
 from amp_transpiler.conversion.fold_constants import fold_values
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
+from amp_transpiler.finetune.bags import sum_bags
 from amp_transpiler.finetune.import_weights import (
     adopt_named,
     leave_input_scaling,
@@ -125,10 +126,10 @@ def prepare_training(
     QuickGelu, RotaryEmbedding); what is saved for inference has them written out. What exports of attention put in the
     place of NaN goes where no mask can make one: NaN of the scores would be hidden from the loss scaling.
     Weights that pass a QuantizeLinear and a DequantizeLinear train; those that are stored as integers do not.
-    BatchNormalization and Dropout train, an If on a constant is inlined, loops of known length are unrolled, what is
-    computed of constants and of declared sizes is a constant, sequences of known pieces are tensors, what changes
-    nothing (Identity, x + 0, x * 1) goes, its result being what it reads, and calls of the model's functions are
-    inlined: variables of such a model are to be asked for by name again.
+    BatchNormalization and Dropout train, an If on a constant is inlined, a loop over bags of rows (EmbeddingBag) is
+    operators over all of them, other loops of known length are unrolled, what is computed of constants and of declared
+    sizes is a constant, sequences of known pieces are tensors, what changes nothing (Identity, x + 0, x * 1) goes, and
+    calls of the model's functions are inlined: variables of such a model are to be asked for by name again.
 
     Args:
         program: of ``Program.from_onnx``, without a backward pass.
@@ -174,6 +175,7 @@ def prepare_training(
         notes += _fix(program, values or {}, feed_shapes or {})
         notes += widen(program)
         convert_opset(program)
+        notes += sum_bags(program)
         turns: dict[Operator, Hashable] = {}
         unrolled = expand_control_flow(program, turns=turns)
         notes += weights_from_constants(program)
@@ -246,6 +248,7 @@ def control_flow_left(
     inline_functions(tried)
     _fix(tried, values, feed_shapes)
     convert_opset(tried)
+    sum_bags(tried)
     expand_control_flow(tried)
     fold_values(tried)
     expand_control_flow(tried)
@@ -254,11 +257,10 @@ def control_flow_left(
 
 def _unknown(program: Program) -> list[str]:
     """What stands in the way of gradients where they go through it."""
-    unknown = [program.var(name) for name in program.untyped() if program.has_var(name)]
     return [
         f"nothing tells the element type of '{v.name}', which '{v.producer.label}' ({v.producer.full_type}) makes: no "
         f"gradient goes through it before program.var('{v.name}').dtype is set"
-        for v in unknown
+        for v in map(program.var, filter(program.has_var, program.untyped()))
         if v.producer is not None
     ]
 

@@ -84,6 +84,7 @@ class Kind(Enum):
     STATISTICS = "statistics of a normalisation"
     ATTENTION = "softmax of an attention"
     FOURIER = "a Fourier transform"
+    RECURRENT = "recurrent: errors of the state add up over the steps"
     PLACES = "places in an image"
     ANGLE = "an angle of what is fed: 16 bit holds none of many turns"
     FED_LOGARITHM = "the logarithm of what is fed, which is of any size"

@@ -152,13 +152,19 @@ def _bags(call: str, x: Variable, offsets: Variable | None, mode: str) -> None:
 def _bagged(
     call: str, table: Variable, x: Variable, offsets: Variable | None, mode: str, padding: int | None, prefix: str
 ) -> Variable:
+    return bags_of_rows(call, _rows(call, table, x, padding, prefix), x, offsets, mode, padding, prefix)
+
+
+def bags_of_rows(
+    call: str, found: Variable, x: Variable, offsets: Variable | None, mode: str, padding: int | None, prefix: str
+) -> Variable:
+    """:func:`embedding_bag` of rows that were looked up: ``found`` has one more dimension than ``x``."""
     add = appending(call, prefix)
 
     def cast(value: Variable, dtype: str | None) -> Variable:
         return value if value.dtype == dtype else add("Cast", value, to=ONNX_TYPES[str(dtype)])
 
     along = np.array([1], np.int64)
-    found = _rows(call, table, x, padding, prefix)
     if mode == "max":
         pads = None if padding is None else add("Unsqueeze", add("Equal", x, constant(x, padding)), np.array([-1]))
         return _largest(add, found, None if offsets is None else _bag_of_each(add, x, cast(offsets, "int64")), pads)
@@ -172,12 +178,12 @@ def _bagged(
         count = None if ones is None else add("ReduceSum", ones, along, keepdims=1)
     else:
         bag, start = _bag_of_each(add, x, cast(offsets, "int64"))
-        flat = np.ones((1, fixed(call, "weight", table, 1)), np.float32)
+        flat = np.ones((1, fixed(call, "weight", found, 1)), np.float32)
         total = _added(add, add("Mul", start, flat), bag, rows)
         count = None if ones is None else _added(add, start, bag, add("Unsqueeze", ones, along))
     if count is not None:
         total = add("Div", total, add("Max", count, np.ones((1, 1), np.float32)))
-    return cast(total, table.dtype)
+    return cast(total, found.dtype)
 
 
 def _bag_of_each(add: Any, x: Variable, offsets: Variable) -> tuple[Variable, Variable]:

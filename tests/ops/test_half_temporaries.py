@@ -78,6 +78,7 @@ CASES: dict[str, tuple[list[Array | None], dict[str, Any]]] = {
     "RNN": ([X[..., :4], X[:1, :, :4], RNG.normal(size=(1, 6, 6)).astype(np.float16)], {"hidden_size": 6}),
     "MatMul": ([X, X.swapaxes(1, 2)], {}),
     "MaxPool": ([IMAGE], {"kernel_shape": [2, 2], "strides": [2, 2]}),
+    "MaxRoiPool": ([IMAGE, np.array([[i % 2, 0, 1, 6, 7] for i in range(40)], np.float16)], {"pooled_shape": [4, 4]}),
     "MaxUnpool": (
         [IMAGE, np.arange(IMAGE.size).reshape(IMAGE.shape) * 4 % (4 * IMAGE.size)],
         {
@@ -123,7 +124,7 @@ _RECURRENT = "gates are computed in fp32, a step after the other"
 ALLOWED: dict[str, str] = {
     **dict.fromkeys(("Gather", "GatherElements", "GatherND"), _SUMS),
     **dict.fromkeys(("CumSum", "Det", "GridSample"), _NO_KERNEL),
-    **dict.fromkeys(("DeformConv", "RoiAlign"), _PLACES),
+    **dict.fromkeys(("DeformConv", "MaxRoiPool", "RoiAlign"), _PLACES),
     **dict.fromkeys(("ReduceLogSum", "ReduceProd"), _INSIDE),
     **dict.fromkeys(("GRU", "LSTM", "RNN"), _RECURRENT),
 }

@@ -1,4 +1,5 @@
-"""RoiAlign's gradient: onnxruntime's own slopes, central differences, and training through regions of a detector."""
+"""Gradients of RoiAlign and MaxRoiPool: those of onnxruntime's own kernels, central differences, and training through
+regions of a detector."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import amp_transpiler as amp
 from amp_transpiler.errors import GradientError
 from amp_transpiler.nn import functional as F
 from tests.helpers.gradcheck import check_gradient
+from tests.helpers.sessions import run
 
 pytestmark = pytest.mark.rules
 
@@ -111,3 +113,51 @@ def test_the_largest_sample_has_no_gradient() -> None:
     program = detector("max")
     with pytest.raises(GradientError, match="its mode is 'max'"), amp.program_guard(program, program.startup):
         amp.append_backward(F.sum(program.outputs[0]))
+
+
+def pooled(x: np.ndarray, regions: np.ndarray, pooled_shape: tuple[int, int], spatial_scale: float = 1.0) -> np.ndarray:
+    """MaxRoiPool as onnxruntime computes it, in float32 where edges are rounded."""
+    f = np.float32
+
+    def bins(start: float, end: float, count: int, size: int) -> list[slice]:
+        first, last = (int(np.copysign(np.floor(abs(f(v) * f(spatial_scale)) + 0.5), v)) for v in (start, end))
+        step = f(max(last - first + 1, 1)) / f(count)
+        ends = [(int(np.floor(f(i) * step)) + first, int(np.ceil(f(i + 1) * step)) + first) for i in range(count)]
+        return [slice(*(min(max(at, 0), size) for at in pair)) for pair in ends]
+
+    y = np.zeros((len(regions), x.shape[1], *pooled_shape))
+    for n, (image, left, top, right, bottom) in enumerate(regions):
+        for i, down in enumerate(bins(top, bottom, pooled_shape[0], x.shape[2])):
+            for j, across in enumerate(bins(left, right, pooled_shape[1], x.shape[3])):
+                part = x[int(image), :, down, across]
+                y[n, :, i, j] = part.max((1, 2)) if part.size else 0
+    return y
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_the_gradient_goes_to_the_largest_of_each_bin(scale: float) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.permutation(2 * 3 * 6 * 7).reshape(2, 3, 6, 7) / 64.0 - 2
+    regions = np.column_stack([np.arange(len(REGIONS)) % 2, REGIONS])
+    attrs = {"pooled_shape": [2, 3], "spatial_scale": scale}
+    node = onnx.helper.make_node("MaxRoiPool", ["x", "r"], ["y"], **attrs)
+    infos = [onnx.helper.make_tensor_value_info(n, 1, a.shape) for n, a in (("x", x), ("r", regions))]
+    graph = onnx.helper.make_graph([node], "g", infos, [onnx.helper.make_empty_tensor_value_info("y")])
+    model = onnx.helper.make_model(graph, ir_version=10, opset_imports=[onnx.helper.make_opsetid("", 21)])
+    feeds = {"x": x.astype(np.float32), "r": regions.astype(np.float32)}
+    np.testing.assert_array_equal(run(model, feeds)[0], pooled(x, regions, (2, 3), scale))
+    check_gradient("MaxRoiPool", [x, regions], attrs=attrs, wrt=[0], forward=lambda a, b: [pooled(a, b, (2, 3), scale)])
+
+
+def test_of_equal_elements_the_first_of_a_bin_learns() -> None:
+    text = """<ir_version: 8, opset_import: ["" : 18]>
+    net (float[r,5] boxes) => (float[r,1,1,1] y)
+      <float[1,1,2,3] x = {0, 2, 1, 2, 2, 0}> { y = MaxRoiPool <pooled_shape = [1, 1]> (x, boxes) }"""
+    program = amp.Program.from_onnx(onnx.parser.parse_model(text))
+    with amp.program_guard(program, program.startup):
+        ((_, gradient),) = amp.append_backward(F.sum(program.outputs[0]))
+    executor, scope = amp.Executor(), amp.Scope()
+    executor.run(program.startup, scope=scope)
+    boxes = np.array([[0, 0, 0, 2, 1], [0, 0, 1, 1, 1], [0, 5, 0, 6, 1]], np.float32)  # the last is beside the image
+    (found,) = executor.run(program, {"boxes": boxes}, [gradient], scope=scope)
+    np.testing.assert_array_equal(found[0, 0], [[0, 1, 0], [1, 0, 0]])

@@ -106,7 +106,7 @@ def remove(last: Operator, needed: set[Variable]) -> None:
     queue = [last]
     while queue:
         op = queue.pop()
-        read = [v for v in op.inputs if v is not None]
+        read = [v for v in op.inputs if v is not None] + (op.captures if op.attrs.programs else [])
         program.remove_operator(op)
         if op is not last:
             for made in op.outputs:

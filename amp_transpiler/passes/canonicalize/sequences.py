@@ -1,4 +1,7 @@
-"""Sequences of known length become tensors: no 16-bit type runs through a sequence, and no kernel of CUDA reads one."""
+"""Sequences of known length become tensors: no 16-bit type runs through a sequence, and no kernel of CUDA reads one.
+
+So does what is read at a known place of a tensor that is split into pieces of one size, however many these are.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import numpy as np
 from amp_transpiler.ir.constant_data import constant_array
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.passes.canonicalize.matching import maker
 from amp_transpiler.passes.canonicalize.opset import add_operator
 from amp_transpiler.passes.pipeline import Context, Pass
 
@@ -17,6 +21,9 @@ _MOST = 256
 #: What makes a sequence of one.
 _CHANGES = frozenset({"SequenceInsert", "SequenceErase", "Identity"})
 _READERS = _CHANGES | {"SequenceAt", "SequenceLength", "ConcatFromSequence"}
+#: The opset from which on Split reads the sizes of its pieces.
+_SPLIT_INPUT = 13
+_END = np.iinfo(np.int64).max
 
 
 def expand_sequences(program: Graph) -> bool:
@@ -39,6 +46,8 @@ def expand_sequences(program: Graph) -> bool:
                 known[made] = found
         elif pieces is not None:
             changed |= _read(op, pieces, made)
+        elif op.type == "SequenceAt":
+            changed |= _cut(op, made)
     return changed
 
 
@@ -109,30 +118,69 @@ def _read(op: Operator, pieces: list[Variable], made: Variable) -> bool:
     return True
 
 
+def _cut(op: Operator, made: Variable) -> bool:
+    """Let an operator read a piece of a tensor, where one split it into pieces of one size."""
+    split, where = maker(op.inputs[0], "SplitToSequence"), _index(op, 1)
+    if split is None or where is None or split.inputs[0] is None:
+        return False
+    x, each, axis, program = split.inputs[0], split.input(1), int(split.attrs.get("axis", 0)), op.program
+    if each is None and not split.attrs.get("keepdims", 1):
+        _instead(op, "Gather", [x, program.add_constant(f"{made.name}.place", np.array(where))], made, axis=axis)
+        return True
+    one = np.array(1) if each is None else constant_array(each)
+    if each is not None and (each.shape != () or each.dtype != "int64" or where < 0):
+        return False  # the last pieces begin where it hangs on the size
+
+    def edge(place: int) -> Variable:
+        if one is not None:
+            return program.add_constant(f"{made.name}.edge", one.reshape(1) * place)
+        number = program.fresh_variable(f"{made.name}.edge", "int64", (1,))
+        add_operator(op, "Mul", [each, program.add_constant(f"{made.name}.place", np.array([place]))], [number])
+        return number
+
+    end = program.add_constant(f"{made.name}.edge", np.array([_END])) if where == -1 else edge(where + 1)
+    axes = program.add_constant(f"{made.name}.axes", np.array([axis]))
+    _instead(op, "Slice", [x, edge(where), end, axes], made)
+    return True
+
+
 def _split(op: Operator) -> list[Variable] | None:
     """The pieces that a tensor is split into, by one Split."""
-    x, program = op.inputs[0], op.program
+    x, given, program = op.inputs[0], op.input(1), op.program
     axis = int(op.attrs.get("axis", 0))
-    size = x.shape[axis] if x is not None and x.shape and -len(x.shape) <= axis < len(x.shape) else None
-    if x is None or x.shape is None or not isinstance(size, int):
-        return None
-    given = None if op.input(1) is None else constant_array(op.inputs[1])  # type: ignore[arg-type]
-    if op.input(1) is not None and given is None:
-        return None
-    if given is None or given.ndim == 0:
-        each = 1 if given is None else int(given)
-        sizes = [] if each < 1 or size > _MOST * each else [min(each, size - at) for at in range(0, size, each)]
-    else:
-        sizes = [int(n) for n in given]
-    if not sizes or len(sizes) > _MOST or sum(sizes) != size or min(sizes) < 0:
+    if x is None or x.shape is None or not -len(x.shape) <= axis < len(x.shape):
         return None
     axis %= len(x.shape)
+    sizes = _sizes(x.shape[axis], given)
+    if sizes is None:
+        return None
     shapes = [(*x.shape[:axis], n, *x.shape[axis + 1 :]) for n in sizes]
     made = [program.fresh_variable(f"{op.label}/{i}", x.dtype, shape) for i, shape in enumerate(shapes)]
-    add_operator(op, "Split", [x], made, axis=axis, split=sizes)
+    if None in sizes:
+        program.add_operator("Split", [x, given], made, attrs={"axis": axis}, like=op)
+    else:
+        add_operator(op, "Split", [x], made, axis=axis, split=sizes)
     if given is None and not op.attrs.get("keepdims", 1):
         made = [_changed(op, "Squeeze", v, axis, (*x.shape[:axis], *x.shape[axis + 1 :])) for v in made]
     return made
+
+
+def _sizes(size: int | str | None, given: Variable | None) -> list[int | None] | None:
+    """The sizes of the pieces, None of each that is computed in the run; None where it is not known how many."""
+    known = None if given is None else constant_array(given)
+    if given is not None and known is None:
+        number = given.shape[0] if given.shape else None
+        taken = given.dtype == "int64" and given.program.opset() >= _SPLIT_INPUT
+        return [None] * number if taken and isinstance(number, int) and 0 < number <= _MOST else None
+    sizes: list[int | None]
+    if known is not None and known.ndim:
+        sizes = [int(n) for n in known]
+        fits = size is None or isinstance(size, str) or sum(known) == size
+        return sizes if fits and 0 < len(sizes) <= _MOST and min(known) >= 0 else None
+    each = 1 if known is None else int(known)
+    if not isinstance(size, int) or each < 1 or not 0 < size <= _MOST * each:
+        return None
+    return [min(each, size - at) for at in range(0, size, each)]
 
 
 def _thin(op: Operator, x: Variable, axis: int) -> Variable:
