@@ -56,8 +56,9 @@ class ModelCheck:
         dtype: the 16-bit type.
         sample: what it was run on.
         tolerance: relative L2 error that is allowed at an output.
-        outputs: that of each output; of integers, booleans and strings the share of elements that differ. Infinite
-            where numbers are not finite that should be, or are none in fp32 either.
+        outputs: that of each output, of probabilities of their own (a Sigmoid's) of a norm of at least 0.5; of
+            integers, booleans and strings the share of elements that differ. Infinite where numbers are not finite that
+            should be, or are none in fp32 either.
         leaving: the operator at which it first leaves, None where no output is beyond the tolerance.
         operators: every operator that an output depends on, in program order, with its error.
         without_kernel: operators that the place has no kernel for, and why, with their number: they run on CPU; where
