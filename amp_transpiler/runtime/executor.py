@@ -164,7 +164,8 @@ class Executor(OfOneProcess):
 
         State is read from and written to ``scope`` (default: ``global_scope()``). A run that raises leaves the scope as
         it was, with one exception: where onnxruntime itself fails in the middle of the updates, variables that
-        :meth:`memory_report` lists as in place may be updated already. Ctrl-C takes effect after the step.
+        :meth:`memory_report` lists as in place may be updated already. Ctrl-C, and a SIGTERM that Python handles,
+        take effect after the step.
 
         Errors: FeedError and FeedTypeError (nothing has run), ScopeError where the startup program never ran or a
         variable has another type than the program declares, GraphError for an unknown fetch or a program that cannot
