@@ -37,7 +37,7 @@ from amp_transpiler.option_checks import number
 from amp_transpiler.passes.canonicalize.inlining import TryInlineFunctions
 from amp_transpiler.passes.lowering.arithmetic import Arithmetic
 from amp_transpiler.passes.lowering.lowered import needed
-from amp_transpiler.passes.lowering.place import Place, kind_of
+from amp_transpiler.passes.lowering.place import Place, check_place
 from amp_transpiler.passes.numerics.inner_roundings import inner_roundings
 from amp_transpiler.passes.pipeline import Pipeline
 from amp_transpiler.passes.view.kernel_faults import fault_at, leaves
@@ -159,7 +159,7 @@ def check_model(
         ArgumentError: an unknown place, a model without 16-bit tensors, data that does not fit. ModelFileError: not a
         model. ExecutionError: onnxruntime fails, or a run exceeds its budget.
     """
-    kind = kind_of(place, "place")
+    kind = check_place(place, "check_model: place").kind
     for name, given in (("tolerance", tolerance), ("time_budget", time_budget)):
         if given is not None:
             number(name, given)

@@ -203,7 +203,7 @@ class TensorFile:
         array = np.empty(said["shape"], numpy_dtype(said["dtype"]))
         try:
             self._stream.seek(self._places[name])
-            size = self._stream.readinto(array.reshape(-1).view(np.uint8))
+            size = self._stream.readinto(array.reshape(-1).view(np.uint8).data)
         except OSError as error:
             raise CheckpointError(f"{self._where}: {error.strerror or error}") from None
         if size != array.nbytes:

@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -239,7 +240,7 @@ def file_hash(path: Path) -> str:
         return stream_hash(stream)
 
 
-def stream_hash(stream: BinaryIO) -> str:
+def stream_hash(stream: BufferedReader) -> str:
     """The checksum of what is left of an open file."""
     return hashlib.file_digest(stream, "sha256").hexdigest()
 
