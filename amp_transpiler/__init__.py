@@ -25,7 +25,7 @@ with _collector_paused(lasting=True):  # modules are no garbage, and to go throu
 from amp_transpiler.ir import unique_name
 from amp_transpiler.ir.context import fp16_guard, name_scope
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.opdef import gradient as register_gradient
+from amp_transpiler.ir.user_rules import register_gradient
 from amp_transpiler.lists.amp_lists import AutoMixedPrecisionLists
 from amp_transpiler.lists.paddle import paddle_attributes
 from amp_transpiler.nn import ParamAttr, create_parameter, custom_getter, data, float32_variable_storage_getter

@@ -22,7 +22,7 @@ from amp_transpiler.lists.paddle import add_paddle_names
 from amp_transpiler.ops.training.exchange import meets
 from amp_transpiler.optimizer.rank_means import holds_variables, reduced_by_hand
 from amp_transpiler.option_checks import choice, number, shown
-from amp_transpiler.passes.lowering.place import CUDAPlace, Place
+from amp_transpiler.passes.lowering.place import Place, check_place
 from amp_transpiler.passes.lowering.planning import plan
 from amp_transpiler.passes.lowering.rank_plan import PlanRow, RankPlan
 from amp_transpiler.passes.view.training_step import training_step
@@ -61,7 +61,7 @@ _Result = TypeVar("_Result")
 _TIMEOUT, _SECONDS = "AMP_DISTRIBUTED_TIMEOUT", 600.0
 
 
-def init(engine: str | Engine = "auto", timeout: float | None = None, place: Place | None = None) -> Engine:
+def init(engine: str | Engine = "auto", timeout: float | None = None, place: Place | str | None = None) -> Engine:
     """Makes this process one of several ranks. A second call gives the engine of the first.
 
     Args:
@@ -70,7 +70,7 @@ def init(engine: str | Engine = "auto", timeout: float | None = None, place: Pla
             be installed. An :class:`Engine`: that one.
         timeout: seconds after which a call that waits for other ranks ends with DistributedError; the environment
             variable ``AMP_DISTRIBUTED_TIMEOUT``, or 600, where None.
-        place: with ``"nccl"``, the device of this rank: ``CUDAPlace(local_rank())`` where None.
+        place: with ``"nccl"``, the device of this rank: ``CUDAPlace(local_rank())`` where None or "cuda".
 
     The engine's ``place`` is where this rank trains: ``amp.Executor(engine.place)``. From here on an exception that
     nothing catches ends all ranks, with the message of the one that raised it.
@@ -82,7 +82,7 @@ def init(engine: str | Engine = "auto", timeout: float | None = None, place: Pla
     """
     if not isinstance(engine, Engine):
         engine = choice("amp.distributed.init: engine", engine, ("auto", "mpi", "nccl"))
-    if place is not None and (engine != "nccl" or not isinstance(place, CUDAPlace)):
+    if place is not None and (engine != "nccl" or check_place(place, "amp.distributed.init: place").kind != "cuda"):
         raise ArgumentError(f"amp.distributed.init: place is {place!r}; expected a CUDAPlace, with init('nccl') alone")
     known = of_process()
     if known is not None:
@@ -100,7 +100,7 @@ def init(engine: str | Engine = "auto", timeout: float | None = None, place: Pla
         made: Engine = engine
     elif engine == "nccl":
         modules = nccl.imported()
-        made = NcclEngine(_started(several_launched(), seconds), place, modules)
+        made = NcclEngine(_started(several_launched(), seconds), None if isinstance(place, str) else place, modules)
     else:
         made = _started(engine == "mpi" or several_launched(), seconds)
     set_of_process(made)

@@ -115,11 +115,13 @@ class Program(Blocks):
     @paddle_arguments("Program.lower")
     def lower(
         self,
-        place: Place,
+        place: Place | str,
         feed_shapes: Mapping[str, Sequence[int]] | None = None,
         fetch_list: Sequence[Variable | str] = (),
     ) -> Lowered:
-        """The ONNX model that ``place`` runs, CPUPlace(), CUDAPlace(0) or WebGPUPlace(0); none of them needs a GPU.
+        """The ONNX model that ``place`` runs: CPUPlace(), CUDAPlace(0), WebGPUPlace(0), or the kind of one ("cuda").
+
+        None of them needs a GPU.
 
         ``feed_shapes`` gives the shapes of feeds whose declared shape is not fixed; ``fetch_list`` (variables or
         names) what the model returns beside the updated state, by default the outputs. ``to_onnx(path)`` of the result
@@ -131,7 +133,7 @@ class Program(Blocks):
     def memory_estimate(
         self,
         feed_shapes: Mapping[str, Sequence[int]] | None = None,
-        place: Place | None = None,
+        place: Place | str | None = None,
         fetch_list: Sequence[Variable | str] = (),
         rank: int | None = None,
     ) -> MemoryEstimate:
@@ -153,7 +155,7 @@ class Program(Blocks):
 
     def cost_estimate(
         self,
-        place: Place,
+        place: Place | str,
         feed_shapes: Mapping[str, Sequence[int]] | None = None,
         fetch_list: Sequence[Variable | str] = (),
     ) -> CostEstimate:
@@ -169,7 +171,7 @@ class Program(Blocks):
     def export_training(
         self,
         folder: str | os.PathLike[str],
-        place: Place | Sequence[Place],
+        place: Place | str | Sequence[Place | str],
         feed_shapes: Mapping[str, Sequence[int]] | None = None,
         *,
         outputs: Sequence[Variable | str] | None = None,

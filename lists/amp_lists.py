@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from typing import ClassVar, Protocol
 
 from amp_transpiler.errors import ListError, ListTypeError
 from amp_transpiler.lists._data import default_lists, known_aliases, resolve, written_as
@@ -13,6 +14,12 @@ from amp_transpiler.spelling import TYPES, read_as
 
 _NO_PRESET = Preset("", frozenset(), (), {})
 _HALF = ("float16", "bfloat16")
+
+
+class OfKind(Protocol):
+    """A place, which is of a room above this one."""
+
+    kind: ClassVar[str]
 
 
 class OperatorSet(set[str]):
@@ -63,7 +70,7 @@ class AutoMixedPrecisionLists:
         dtype: ``float16`` (also ``fp16``, ``half``) or ``bfloat16`` (``bf16``), in any letter case.
         preset: a recipe of ``presets.toml`` that the custom lists change further: ``"bert"`` for transformer encoders
             in mixed precision (layer norm, softmax, GELU, embeddings, logits in fp32), ``"bert_pure"`` for pure 16 bit.
-        place: the kind of place whose kernels count ("cuda", "webgpu").
+        place: the place whose kernels count, or its kind ("cuda", "webgpu").
 
     Attributes:
         white_list, black_list, gray_list: sets of operators, copies of this instance's own; they know Paddle's names.
@@ -86,15 +93,15 @@ class AutoMixedPrecisionLists:
         dtype: str = "float16",
         *,
         preset: str | None = None,
-        place: str = USUAL_PLACE,
+        place: str | OfKind = USUAL_PLACE,
     ) -> None:
         self.place = self._checked_place(place)
         self.dtype: str = read_as(TYPES, dtype)
         if self.dtype not in _HALF:
             raise ListError(f"{self._called('dtype')} is {shown(dtype)}; expected 'float16' or 'bfloat16'.")
-        if self.dtype not in place_traits(place).dtypes:
+        if self.dtype not in place_traits(self.place).dtypes:
             raise ListError(
-                f"{self._called('dtype')} is '{self.dtype}', which {place_traits(place).title} does not have; "
+                f"{self._called('dtype')} is '{self.dtype}', which {place_traits(self.place).title} does not have; "
                 "take 'float16'."
             )
         called_white, called_black = self._called("custom_white_list"), self._called("custom_black_list")
@@ -125,13 +132,14 @@ class AutoMixedPrecisionLists:
         self._custom_black, self._custom_white = frozenset(blackened), frozenset(white)
 
     def _checked_place(self, place: object) -> str:
-        """A kind of place with 16-bit kernels."""
-        if not isinstance(place, str) or place not in half_places():
+        """The kind of a place with 16-bit kernels, given as such or by name."""
+        kind = place.lower() if isinstance(place, str) else getattr(place, "kind", None)
+        if isinstance(place, type) or kind not in half_places():
             raise ListError(
                 f"{self._called('place')} is {shown(place)}; expected a place with kernels for 16 bit, "
                 f"{' or '.join(map(repr, half_places()))}."
             )
-        return place
+        return str(kind)
 
     def _gap(self, operator: str) -> str | None:
         """Why an operator cannot run at ``dtype`` in a lowered program, or None."""

@@ -29,6 +29,7 @@ from amp_transpiler.ir.locations import model_files, model_size, total_size
 from amp_transpiler.ir.onnx_out import save
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.budget import available_memory
+from amp_transpiler.stops import stop_of
 
 __all__ = ["add_options", "run"]
 
@@ -50,11 +51,12 @@ def run(arguments: argparse.Namespace) -> int:
                 bar.stage("writing")
                 save(program, arguments.output, external_data=arguments.external_data, group=group)
             return _finished(program, arguments, options, size, group)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stopped:
             if not group.written:
                 raise
-            complain(f"interrupted; {_listed(group.written)} stand whole")
-            return 130
+            stop = stop_of(stopped)
+            complain(f"{stop.word}; {_listed(group.written)} stand whole")
+            return stop.status
 
 
 def _finished(

@@ -13,6 +13,7 @@ from amp_transpiler.cli.ranks import Voice
 from amp_transpiler.cli.terminal import complain, plain_warnings, safe_streams
 from amp_transpiler.errors import AmpError, ArgumentError, ListError
 from amp_transpiler.spelling import near_names
+from amp_transpiler.stops import stop_of, terminable
 from amp_transpiler.version import __version__
 
 _EXAMPLES = """examples:
@@ -34,7 +35,7 @@ _EXAMPLES = """examples:
   amp-transpile info model.onnx --ranks 1 8 64 --bandwidth 12.5 --device A100 --shape image=8,3,224,224
 
 exit status: 0 done, 1 the model or the file cannot be handled, 2 wrong usage, 3 a check failed or the tolerance
-was not met, 130 interrupted
+was not met, 130 interrupted, 143 terminated
 """
 
 
@@ -91,19 +92,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None, voice: Voice) -> int:
     try:
-        options = _parser().parse_args(arguments)
-        with patient_output() as output, plain_warnings():
-            status: int = load(options.command).run(options)
-        if output.trouble is None or isinstance(output.trouble, BrokenPipeError):
-            return status  # the reader of our output (head, less) may have gone
-        complain(f"standard output cannot be written: {output.trouble.strerror}")
-        return status or 1
+        with terminable():
+            return _ran(arguments)
     except AmpError as error:
         voice.complain(error)
         return 2 if isinstance(error, ArgumentError | ListError) else 1
     except MemoryError:
         complain("there is not enough memory for this")
         return 1
-    except KeyboardInterrupt:
-        complain("interrupted; nothing was written")
-        return 130
+    except KeyboardInterrupt as error:
+        stop = stop_of(error)
+        complain(f"{stop.word}; nothing was written")
+        return stop.status
+
+
+def _ran(arguments: Sequence[str] | None) -> int:
+    options = _parser().parse_args(arguments)
+    with patient_output() as output, plain_warnings():
+        status: int = load(options.command).run(options)
+    if output.trouble is None or isinstance(output.trouble, BrokenPipeError):
+        return status  # the reader of our output (head, less) may have gone
+    complain(f"standard output cannot be written: {output.trouble.strerror}")
+    return status or 1

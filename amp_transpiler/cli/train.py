@@ -13,8 +13,8 @@ from amp_transpiler.cli.training_options import add_training_options, training_o
 from amp_transpiler.errors import AmpError, ArgumentError, ArgumentTypeError, ListError
 from amp_transpiler.finetune import fit
 from amp_transpiler.passes.lowering.place import PLACES
-from amp_transpiler.runtime.collective.exits import INTERRUPTED
 from amp_transpiler.runtime.collective.mpi import launched
+from amp_transpiler.stops import stop_of
 
 #: Arguments that are none of the fields of FitOptions.
 _OTHERS = ("command", "input", "output", "data", "test", "checkpoint", "log", "place", "cache_dir", "quiet")
@@ -46,11 +46,12 @@ def run(options: argparse.Namespace) -> int:
         )
     except KeyboardInterrupt as stopped:
         bar.close()
+        stop = stop_of(stopped)
         if several:
-            distributed.get_engine().abort(INTERRUPTED)
+            distributed.get_engine().abort(stop.told)
         stands = str(stopped) or f"{options.output} was not written"
-        print(f"\namp-transpile: interrupted; {stands}", file=sys.stderr)
-        return 130
+        print(f"\namp-transpile: {stop.word}; {stands}", file=sys.stderr)
+        return stop.status
     except (AmpError, MemoryError) as error:
         if several and not isinstance(error, ArgumentError | ArgumentTypeError | ListError):  # which all ranks raise
             distributed.get_engine().abort(f"raised {type(error).__name__}: {error}")

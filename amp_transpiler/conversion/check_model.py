@@ -37,7 +37,7 @@ from amp_transpiler.option_checks import number
 from amp_transpiler.passes.canonicalize.inlining import TryInlineFunctions
 from amp_transpiler.passes.lowering.arithmetic import Arithmetic
 from amp_transpiler.passes.lowering.lowered import needed
-from amp_transpiler.passes.lowering.place import Place, kind_of
+from amp_transpiler.passes.lowering.place import Place, check_place
 from amp_transpiler.passes.numerics.inner_roundings import inner_roundings
 from amp_transpiler.passes.pipeline import Pipeline
 from amp_transpiler.passes.view.kernel_faults import fault_at, leaves
@@ -56,8 +56,9 @@ class ModelCheck:
         dtype: the 16-bit type.
         sample: what it was run on.
         tolerance: relative L2 error that is allowed at an output.
-        outputs: that of each output; of integers, booleans and strings the share of elements that differ. Infinite
-            where numbers are not finite that should be, or are none in fp32 either.
+        outputs: that of each output, of probabilities of their own (a Sigmoid's) of a norm of at least 0.5; of
+            integers, booleans and strings the share of elements that differ. Infinite where numbers are not finite that
+            should be, or are none in fp32 either.
         leaving: the operator at which it first leaves, None where no output is beyond the tolerance.
         operators: every operator that an output depends on, in program order, with its error.
         without_kernel: operators that the place has no kernel for, and why, with their number: they run on CPU; where
@@ -158,7 +159,7 @@ def check_model(
         ArgumentError: an unknown place, a model without 16-bit tensors, data that does not fit. ModelFileError: not a
         model. ExecutionError: onnxruntime fails, or a run exceeds its budget.
     """
-    kind = kind_of(place, "place")
+    kind = check_place(place, "check_model: place").kind
     for name, given in (("tolerance", tolerance), ("time_budget", time_budget)):
         if given is not None:
             number(name, given)

@@ -11,7 +11,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import USUAL_PLACE, AutoMixedPrecisionLists, half_places, unsupported_reason
 from amp_transpiler.option_checks import choice, flag, number, shown, strings, switch, whole
-from amp_transpiler.passes.lowering.place import Place, kind_of
+from amp_transpiler.passes.lowering.place import Place, check_place
 from amp_transpiler.passes.pipeline import Context, Pass, Value, option
 from amp_transpiler.spelling import MODES as SPELLINGS, TYPES, read_as
 
@@ -68,7 +68,7 @@ class ConversionOptions:
         if not isinstance(dtype, str) or dtype not in HALF:
             raise ListError(f"{self.called('dtype')} is {shown(self.dtype)}; expected 'float16' or 'bfloat16'")
         self._put("dtype", dtype)
-        self._put("place", kind_of(self.place, self.called("place")))
+        self._put("place", check_place(self.place, self.called("place")).kind)
         for name in _SWITCHES:
             switch(self.called(name), getattr(self, name))
         for name in _PATTERNS:

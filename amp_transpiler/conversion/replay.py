@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from amp_transpiler.conversion.calibration.measure import Batch, Runner
-from amp_transpiler.conversion.calibration.statistics import Difference, TensorStats
+from amp_transpiler.conversion.calibration.measure import Batch, Runner, floors
+from amp_transpiler.conversion.calibration.statistics import Difference, TensorStats, relative
 from amp_transpiler.conversion.verdict import beyond
 from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator, Variable
@@ -30,16 +30,17 @@ _PART = 256
 class Replayed:
     """A float tensor, or the tensors of a sequence, over all batches.
 
-    ``dtype``: what it is stored in. ``exact``: of the place's value beside the fp32 one. ``stored``: of the value with
-    sums in fp32, rounded where it is stored and nowhere else. ``nonfinite``: how many numbers are not finite that are
-    in fp32, ``nan`` of them no numbers; ``undefined``: how many are no numbers in fp32 either. ``zeros``: how many are
-    zero that are not in fp32, ``sunk`` of them too small for the type. ``vanished``: the share of the tensor (relative
-    L2) that sank.
+    ``dtype``: what it is stored in. ``floor``: the least L2 norm that it counts as. ``exact``: of the place's value
+    beside the fp32 one. ``stored``: of the value with sums in fp32, rounded where it is stored and nowhere else.
+    ``nonfinite``: how many numbers are not finite that are in fp32, ``nan`` of them no numbers; ``undefined``: how many
+    are no numbers in fp32 either. ``zeros``: how many are zero that are not in fp32, ``sunk`` of them too small for the
+    type. ``vanished``: the share of the tensor (relative L2) that sank.
     """
 
     dtype: str
-    exact: TensorStats = field(default_factory=TensorStats)
-    stored: TensorStats = field(default_factory=TensorStats)
+    floor: float = 0.0
+    exact: TensorStats = field(init=False)
+    stored: TensorStats = field(init=False)
     nonfinite: int = 0
     nan: int = 0
     undefined: int = 0
@@ -49,6 +50,9 @@ class Replayed:
     _lost: float = 0.0
     _whole: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.exact, self.stored = TensorStats(self.floor), TensorStats(self.floor)
+
     @property
     def error(self) -> float:
         """Relative L2 error; infinite where a number is not finite that should be, or should be none."""
@@ -57,7 +61,7 @@ class Replayed:
     @property
     def vanished(self) -> float:
         """The share that sank to zero."""
-        return math.sqrt(self._lost / self._whole) if self._whole else 0.0
+        return relative(self._lost, max(self._whole, self.floor**2))
 
     def add(self, exact: Any, got: Any, stored: Any) -> None:
         """Take in another batch: arrays, or sequences of them."""
@@ -124,10 +128,11 @@ def replay(program: Program, batches: Sequence[Batch], arithmetic: Arithmetic | 
     twin, moved = program.clone(), dict[str, str]()
     widen(twin, moved)
     found: dict[str, Replayed | Difference] = {}
+    least = floors(program)
     #: The names here and there: of tensors, and of what no bfloat16 is handed out beside.
     pairs: tuple[list[tuple[str, str]], list[tuple[str, str]]] = [], []
     for v in [*program.inputs, *(v for op in operators for v in op.outputs if v is not None)]:
-        measure, origin = _measure(v), v.name
+        measure, origin = _measure(v, least.get(v.name, 0.0)), v.name
         while origin in moved:
             origin = moved[origin]
         if measure is not None and twin.has_var(origin):
@@ -150,16 +155,17 @@ def replay(program: Program, batches: Sequence[Batch], arithmetic: Arithmetic | 
     return list(_errors(operators, program.inputs, found))
 
 
-def _measure(variable: Variable) -> Replayed | Difference | None:
-    """What takes in the values of a variable; None where they are not handed out (optionals, inner strings)."""
+def _measure(variable: Variable, floor: float) -> Replayed | Difference | None:
+    """What takes in the values of a variable, which count as a norm of ``floor`` at least; None where they are not
+    handed out (optionals, inner strings)."""
     dtype, kind = variable.dtype, variable.type_proto
     if dtype is None and kind is not None and kind.WhichOneof("value") == "sequence_type":
         dtype = NAMES.get(kind.sequence_type.elem_type.tensor_type.elem_type)
-        return Replayed(dtype) if dtype in FLOATS else None
+        return Replayed(dtype, floor) if dtype in FLOATS else None
     if dtype is None:
         return None
     if dtype in FLOATS:
-        return Replayed(dtype)
+        return Replayed(dtype, floor)
     whole = np.dtype(numpy_dtype(dtype)).kind in "biu"
     return Difference() if whole or variable in variable.program.outputs else None
 

@@ -37,7 +37,7 @@ FeedShapes = Mapping[str, Sequence[int]]
 def export_training(
     program: Program,
     folder: str | os.PathLike[str],
-    place: Place | Sequence[Place],
+    place: Place | str | Sequence[Place | str],
     feed_shapes: FeedShapes | None = None,
     *,
     outputs: Sequence[Variable | str] | None = None,
@@ -126,8 +126,7 @@ def _models(
 def _checked_places(given: Any, portable: Any) -> dict[Place, bool]:
     """The places, and of each whether its step is portable: one that processors run may be."""
     places = list(given) if isinstance(given, (list, tuple)) else [given]
-    for place in places:
-        check_place(place, CALL)
+    places = [check_place(place, f"{CALL}: place") for place in places]
     kinds = [place.kind for place in places]
     twice = next((kind for kind in kinds if kinds.count(kind) > 1), None)
     if twice or not places:

@@ -20,8 +20,8 @@ from amp_transpiler.finetune.log import EPOCHS, STEPS
 from amp_transpiler.finetune.options import FitOptions
 from amp_transpiler.ir.external import check_unnamed
 from amp_transpiler.ir.locations import model_files, model_size
-from amp_transpiler.passes.lowering.place import PLACES, Place, no_faster
-from amp_transpiler.runtime.collective.current import current
+from amp_transpiler.passes.lowering.place import Place, no_faster
+from amp_transpiler.runtime.collective.current import own_place
 from amp_transpiler.runtime.missing import what_is_missing
 
 #: Bytes of a model from which on what is trained of it may get a data file beside it.
@@ -29,13 +29,8 @@ _LARGE = 1 << 30
 
 
 def chosen_place(place: Place | str, options: FitOptions) -> Place:
-    """The place, which is there. ArgumentError: a name that is none; PlaceError: no such device."""
-    if isinstance(place, str):
-        if place not in PLACES:
-            kinds = ", ".join(map(repr, PLACES))
-            raise ArgumentError(f"{options.called('place')} is {place!r}; expected one of {kinds}")
-        own: Place | None = getattr(current(), "place", None)  # of several ranks each has a device
-        place = own if own is not None and own.kind == place else PLACES[place]
+    """The place, which is there. ArgumentError: what is none; PlaceError: no such device."""
+    place = own_place(place, options.called("place"))
     missing = what_is_missing(place)
     if missing is not None:
         device, cpu = options.said("place", place.kind), options.said("place", "cpu")

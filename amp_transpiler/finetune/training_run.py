@@ -273,8 +273,9 @@ class Run:
                     resume.save(checkpoint, programs.program, scope, options, loop.steps, self.identity, history)
             brought = self._brought()
             by_rank_0(lambda: self._write(output, brought))
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(_left(output, before, checkpoint)) from None
+        except KeyboardInterrupt as stopped:
+            stopped.args = (_left(output, before, checkpoint),)
+            raise
         except DistributedError as error:
             said = f"{error}; {_left(output, before, checkpoint)}"
             raise DistributedError(said, error.ranks, error.told) from error

@@ -58,6 +58,8 @@ class Layout:
         self.stays = path is None and external_data is not False  # what lies outside, for nothing is written
         self.location = _location(path, external_data)
         held = [(v, values.get(v, v.data)) for v in _contents(program, values)]
+        if path is not None and external_data is False:  # before any of it is copied into a model
+            serializing.check_size(program.graph_name, sum(_size(data) for _, data in held))
         self.places = self._place(self._moved(program, held, external_data))
         #: The data file of the model that this one replaces, and which this one does not have.
         self.left: Path | None = None
@@ -146,7 +148,7 @@ class Layout:
         lengths = {number: _size(data) for number, data in past.items()}
         content = with_contents(light, lengths) if past else [light]
         whole = sum(lengths[piece] if isinstance(piece, int) else len(piece) for piece in content)
-        serializing.check_size(model, whole)
+        serializing.check_size(model.graph.name, whole)
         check_space(self.path, whole + max((sum(place) for place in self.places.values()), default=0))
         if self.places:
             group.add(self.path.parent / self.location, self._write_data)

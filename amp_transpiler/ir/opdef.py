@@ -230,7 +230,7 @@ def gradient(
     refuse: Callable[[Operator], str] | None = None,
     stops: Sequence[int] = (),
 ) -> Callable[[Rule], Rule]:
-    """Register the decorated function as the gradient of an operator (see the module's text).
+    """Register the decorated function as the gradient of an operator (see the module's text, and what users have).
 
     It returns one value per forward input, None where there is no gradient; ``e.wants(i)`` says
     whether the gradient of input ``i`` is asked for. ``inputs`` limits the differentiable slots; a

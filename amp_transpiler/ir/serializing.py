@@ -19,19 +19,21 @@ def serialized(model: onnx.ModelProto) -> bytes:
     try:
         data: bytes = model.SerializeToString(deterministic=True)
     except (EncodeError, ValueError):
-        raise _too_large(model) from None
+        raise _too_large(model.graph.name) from None
     return data
 
 
-def check_size(model: onnx.ModelProto, size: int) -> None:
-    """ModelFileError where a file of this size, with the model in it, is one that protobuf does not read."""
+def check_size(name: str, size: int) -> None:
+    """ModelFileError where a file of this size, with the model of this name in it, is one that protobuf does not
+    read."""
     if size >= 2**31:
-        raise _too_large(model)
+        raise _too_large(name)
 
 
-def _too_large(model: onnx.ModelProto) -> ModelFileError:
+def _too_large(name: str) -> ModelFileError:
     return ModelFileError(
-        f"model '{model.graph.name}' is larger than the 2 GB that one file can hold; write it with external_data=True"
+        f"model '{name}' is larger than the 2 GB that one file can hold; write it with external_data=True "
+        "(--external-data)"
     )
 
 

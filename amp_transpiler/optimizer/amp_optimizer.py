@@ -43,12 +43,13 @@ from amp_transpiler.optimizer.update_rule import UpdateRule
 from amp_transpiler.passes.autodiff.backward import Wanted, check_loss, wanted_gradients
 from amp_transpiler.passes.autodiff.differentiate import GRADIENTS, SCALED_LOSS, WANTED, Autodiff
 from amp_transpiler.passes.canonicalize.standard_form import Canonicalize
-from amp_transpiler.passes.lowering.place import Place, check_place
+from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.passes.pipeline import Context, Pass, Value, apply
 from amp_transpiler.passes.precision.modes import LIKE, NARROWED, Precision
 from amp_transpiler.passes.view.given import LISTS, LOSS
 from amp_transpiler.program import Program, program_guard, program_of
 from amp_transpiler.runtime.cast_parameters import cast_parameters_to_fp16
+from amp_transpiler.runtime.collective.current import own_place
 from amp_transpiler.runtime.scope import Scope
 
 
@@ -220,7 +221,11 @@ class OptimizerWithMixedPrecision:
     # -- after minimize ------------------------------------------------------------------------------
     @paddle_arguments("amp_init")
     def amp_init(
-        self, place: Place, scope: Scope | None = None, test_program: Program | None = None, use_fp16_test: bool = False
+        self,
+        place: Place | str,
+        scope: Scope | None = None,
+        test_program: Program | None = None,
+        use_fp16_test: bool = False,
     ) -> None:
         """Prepare stored parameters, and a test program, for 16 bit. Call it after the startup program ran.
 
@@ -232,7 +237,7 @@ class OptimizerWithMixedPrecision:
         not fit the type. Where anything raises, the scope and ``test_program`` are as before.
         """
         step = self._step.built("amp_init")
-        check_place(place, "amp_init")
+        place = own_place(place, "amp_init: place")
         if not isinstance(test_program, (Program, type(None))):
             raise ArgumentTypeError(f"amp_init: test_program is {test_program!r}; expected a Program")
         if test_program is step.program:

@@ -11,9 +11,10 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError, PrecisionErr
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import FLOATS, HALF
 from amp_transpiler.lists.paddle import paddle_arguments
-from amp_transpiler.passes.lowering.place import Place, check_place
+from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
+from amp_transpiler.runtime.collective.current import own_place
 from amp_transpiler.runtime.heap import trim
 from amp_transpiler.runtime.missing import require
 from amp_transpiler.runtime.scope import Scope, check_scope
@@ -23,7 +24,7 @@ from amp_transpiler.spelling import near_names
 
 @paddle_arguments("cast_parameters_to_fp16")
 def cast_parameters_to_fp16(
-    place: Place, program: Program, scope: Scope | None = None, to_fp16_var_names: Iterable[str] | None = None
+    place: Place | str, program: Program, scope: Scope | None = None, to_fp16_var_names: Iterable[str] | None = None
 ) -> None:
     """Round values in ``scope`` (default: the global one) to the 16-bit types that ``program`` declares.
 
@@ -34,8 +35,7 @@ def cast_parameters_to_fp16(
     cannot be used; PrecisionError names a parameter with a finite value beyond the format, and its largest value;
     ScopeError a variable without a value.
     """
-    place = check_place(place, "cast_parameters_to_fp16")
-    require(place)
+    require(own_place(place, "cast_parameters_to_fp16: place"))
     if not isinstance(program, Program):
         raise ArgumentTypeError(f"cast_parameters_to_fp16 takes a program, got {program!r}")
     scope = check_scope(scope)

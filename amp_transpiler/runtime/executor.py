@@ -20,12 +20,12 @@ from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
 from amp_transpiler.option_checks import is_whole
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.lowering import lower
-from amp_transpiler.passes.lowering.place import CPUPlace, Place, arithmetic_of, check_place, cores_of
+from amp_transpiler.passes.lowering.place import CPUPlace, Place, arithmetic_of, cores_of
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.begun import begin, warn_of_shared
 from amp_transpiler.runtime.binding import PlainStep, Step, needs_plain
 from amp_transpiler.runtime.capture import CapturedStep, check_capturable
-from amp_transpiler.runtime.collective.current import own_rank, own_size
+from amp_transpiler.runtime.collective.current import own_place, own_rank, own_size
 from amp_transpiler.runtime.forks import OfOneProcess
 from amp_transpiler.runtime.host_tables import HostTables
 from amp_transpiler.runtime.largest_feeds import Shapes, largest_feeds
@@ -65,7 +65,7 @@ class MemoryReport:
 
 
 class Executor(OfOneProcess):
-    """Runs programs on ``place`` (default ``CPUPlace()``).
+    """Runs programs on ``place``, a place or its kind ("cuda"); ``CPUPlace()`` by default.
 
     Sessions are compiled once per program, feed shapes and fetches, the last ``max_sessions`` of them per program and
     fetches (a warning says so when one is dropped); a program that changes is compiled anew, and one that is dropped
@@ -104,7 +104,7 @@ class Executor(OfOneProcess):
     @paddle_arguments()
     def __init__(
         self,
-        place: Place | None = None,
+        place: Place | str | None = None,
         *,
         optimization_level: str = "all",
         threads: int | None = None,
@@ -115,7 +115,7 @@ class Executor(OfOneProcess):
         cuda_graph: bool = False,
         host_tables: Collection[Variable | str] = (),
     ) -> None:
-        self.place: Place = CPUPlace() if place is None else check_place(place, "Executor")
+        self.place: Place = CPUPlace() if place is None else own_place(place, "Executor: place")
         cache = None if cache_dir is None else SessionCache(cache_dir)
         self.settings = Settings(optimization_level, threads, tf32, allow_cpu_fallback, cache, cuda_graph)
         if cuda_graph and (self.place.kind != "cuda" or allow_cpu_fallback):
@@ -164,7 +164,8 @@ class Executor(OfOneProcess):
 
         State is read from and written to ``scope`` (default: ``global_scope()``). A run that raises leaves the scope as
         it was, with one exception: where onnxruntime itself fails in the middle of the updates, variables that
-        :meth:`memory_report` lists as in place may be updated already. Ctrl-C takes effect after the step.
+        :meth:`memory_report` lists as in place may be updated already. Ctrl-C, and a SIGTERM that Python handles,
+        take effect after the step.
 
         Errors: FeedError and FeedTypeError (nothing has run), ScopeError where the startup program never ran or a
         variable has another type than the program declares, GraphError for an unknown fetch or a program that cannot

@@ -108,7 +108,7 @@ DEVICES = StepLock()
 
 
 class Uninterrupted:
-    """Lets Ctrl-C take effect after the block, so that a step happens wholly or not at all.
+    """Lets Ctrl-C, and a SIGTERM that Python handles, take effect after the block: a step happens wholly or not at all.
 
     Python delivers the signal right after the session returns, that is, before the scope has the new values. Only the
     main thread gets it.
@@ -116,18 +116,19 @@ class Uninterrupted:
 
     def __enter__(self) -> None:
         self.pending: tuple[Any, ...] | None = None
-        self.handler: Any = None
+        self.handlers: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            handler = signals.getsignal(signals.SIGINT)
-            if callable(handler):
-                self.handler = handler
-                signals.signal(signals.SIGINT, self._later)
+            for number in (signals.SIGINT, signals.SIGTERM):
+                handler = signals.getsignal(number)
+                if callable(handler):
+                    self.handlers[number] = handler
+                    signals.signal(number, self._later)
 
     def _later(self, *arguments: Any) -> None:
         self.pending = arguments
 
     def __exit__(self, *_: object) -> None:
-        if self.handler is not None:
-            signals.signal(signals.SIGINT, self.handler)
-            if self.pending is not None:
-                self.handler(*self.pending)
+        for number, handler in self.handlers.items():
+            signals.signal(number, handler)
+        if self.pending is not None:
+            self.handlers[self.pending[0]](*self.pending)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -212,21 +214,26 @@ def test_an_interrupt_leaves_the_checkpoints(
         "--checkpoint",
         str(task / "ck"),
     ]
-    steps = iter(range(30))  # an epoch has 20
-
     whole = Samples.batches
 
-    def batches(self: Samples, *arguments: Any) -> object:
+    def stopped(self: Samples, *arguments: Any) -> object:
         for batch in whole(self, *arguments):
             if next(steps, None) is None:
-                raise KeyboardInterrupt
+                os.kill(os.getpid(), stop)
             yield batch
 
-    monkeypatch.setattr(Samples, "batches", batches)
-    assert main(arguments) == 130
-    told = capsys.readouterr().err
-    assert "out.onnx was not written; the checkpoint of epoch 1 in" in told and "goes on from it" in told
-    assert not (task / "out.onnx").exists() and [p.name for p in (task / "ck").iterdir()] == ["step_00000001"]
+    monkeypatch.setattr(Samples, "batches", stopped)
+    for case in (  # an epoch has 20 steps; the second goes on from the first
+        (signal.SIGINT, 30, 130, "interrupted"),
+        (signal.SIGTERM, 10, 143, "terminated"),
+    ):
+        stop, after, status, word = case
+        steps = iter(range(after))
+        assert main(arguments) == status
+        told = capsys.readouterr().err
+        assert f"amp-transpile: {word}; " in told
+        assert "out.onnx was not written; the checkpoint of epoch 1 in" in told and "goes on from it" in told
+        assert not (task / "out.onnx").exists() and [p.name for p in (task / "ck").iterdir()] == ["step_00000001"]
 
 
 def test_a_cache_of_models_serves_the_next_training(task: Path, capsys: pytest.CaptureFixture[str]) -> None:

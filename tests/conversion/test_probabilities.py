@@ -41,3 +41,10 @@ def test_chances_that_are_there_are_compared_as_other_numbers() -> None:
 @pytest.mark.parametrize("end", ["y = Softmax(t)", "e = Exp(t) y = Neg(e)", "s = Sigmoid(t) y = Concat<axis=0>(s, t)"])
 def test_other_small_numbers_are_compared_as_they_are(end: str) -> None:
     assert converted(end)[2] > 1e-5
+
+
+@pytest.mark.parametrize("place", ["cpu", "webgpu"])
+def test_a_model_that_is_checked_is_judged_alike(place: str) -> None:
+    for end, near in (("y = Sigmoid(t)", True), ("e = Exp(t) y = Neg(e)", False)):
+        found = amp.check_model(converted(end)[1].to_onnx(), place, data=NOISE, tolerance=1e-4)
+        assert found.ok == near and (found.outputs["y"] < 1e-5) == near, str(found)

@@ -31,6 +31,8 @@ SMALL = {
     "only moved": f"""net (float[4,8] x) => (float[8,4] y) <float[8,8] w = {{{W}}}>
         {{ a = MatMul(x, w) r = Relu(a) t = Transpose<perm=[1,0]>(r) c = Concat<axis=0>(t, t) n = Neg(c)
            s, u = Split<axis=0, num_outputs=2>(n) e = Exp(s) y = Add(e, u) }}""",
+    "probabilities near 0": f"""net (float[4,8] x) => (float[4,8] y, float[4,8] z) <float[8,8] w = {{{W}}}, float far = {{-12}}>
+        {{ a = MatMul(x, w) b = Add(a, far) y = Sigmoid(b) c = MatMul(b, w) z = Exp(b) }}""",
     "a constant operator": f"""net (float[4,8] x) => (float[4,8] y) <float[8,8] w = {{{W}}}>
         {{ k = Constant<value_float = 0.3>() a = MatMul(x, w) b = Mul(a, k) c = MatMul(b, w) d = Add(c, k)
            y = MatMul(d, w) }}""",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import stat
 import subprocess
@@ -131,13 +132,15 @@ def test_interrupts_and_full_disks_say_what_stands(
     before = contents(tmp_path)
     request = [path, tmp_path / "out.onnx", "--check", "--report", tmp_path / "r.html", "--json", tmp_path / "r.json"]
 
-    def interrupted(*args: Any) -> int:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("amp_transpiler.cli.convert.check", interrupted)
-        status, _, err = convert(capsys, *request)
-    assert status == 130 and "nothing was written" in err and contents(tmp_path) == before
+    for stop, ends in (
+        (signal.SIGINT, (130, "amp-transpile: interrupted; nothing was written\n")),
+        (signal.SIGTERM, (143, "amp-transpile: terminated; nothing was written\n")),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr("amp_transpiler.cli.convert.check", lambda *_, stop=stop: os.kill(os.getpid(), stop))
+            status, _, err = convert(capsys, *request)
+        assert (status, err) == ends and contents(tmp_path) == before
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     sync = os.fsync
     for allowed in range(40):  # the disk is full at each point
         left = iter(range(allowed))

@@ -11,6 +11,7 @@ from onnx import TensorProto, numpy_helper
 
 import amp_transpiler as amp
 from amp_transpiler.errors import GraphError, ModelFileError
+from amp_transpiler.ir import onnx_out
 from amp_transpiler.ir.tensors import HeldTensor, tensor_array
 from amp_transpiler.ir.wire import with_contents, without_contents
 
@@ -109,6 +110,18 @@ def test_content_of_a_wrong_length_is_refused(tmp_path: Path, size: int) -> None
     wrong = TensorProto(name="wrong", data_type=TensorProto.FLOAT, dims=[64, 65], raw_data=bytes(size))
     with pytest.raises(ModelFileError, match=rf"'wrong' \(float32\[64, 65\]\) is cut short.* raw_data holds {size}"):
         amp.Program.from_onnx(written(model(wrong), tmp_path))
+
+
+def test_more_than_one_file_holds_is_refused_before_any_of_it_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = amp.Program.from_onnx(model())
+    for name in "vw":
+        program.var(name).data = np.broadcast_to(np.float32(0), (2**14, 2**14))  # which takes no memory
+    monkeypatch.setattr(onnx_out, "model_of", None)  # what copies
+    with pytest.raises(ModelFileError, match="model 'g' is larger than the 2 GB .*external_data=True"):
+        program.to_onnx(tmp_path / "model.onnx", external_data=False)
+    assert not list(tmp_path.iterdir())
 
 
 def field(number: int, content: bytes) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from amp_transpiler.finetune.options import FitKeywords, FitOptions
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime.missing import what_is_missing
 from tests.helpers.fitting import features, linear
+from tests.helpers.where import ROOT
 
 
 # -- files that may not be written -------------------------------------------------------------------------
@@ -251,6 +253,7 @@ def test_a_warning_on_the_command_line_is_one_plain_line(tmp_path: Path) -> None
     ran = subprocess.run(
         [sys.executable, "-m", "amp_transpiler.cli", "train", "model.onnx", "out.onnx", "--data", "data.npz"],
         cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=True,

@@ -66,7 +66,7 @@ def test_a_user_s_own_rule_keeps_the_operator_whole(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(opdef, "_TABLE", {key: replace(found) for key, found in opdef._TABLE.items()})
     monkeypatch.setattr(opdef, "_READS", dict(opdef._READS))
-    amp.register_gradient(f"{MS}::QuickGelu", reads="dy0")(lambda e, op, dy: [dy])
+    amp.register_gradient(f"{MS}::QuickGelu", reads="dy0", replace=True)(lambda e, op, dy: [dy])
     program = taken_apart(of_one("QuickGelu", [X], {}, "1", MS, False))
     assert [op.type for op in program.operators] == ["QuickGelu"]
 

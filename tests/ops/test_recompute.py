@@ -227,7 +227,7 @@ def test_a_budget_on_cuda_needs_no_gpu() -> None:
         ({"segments": ["ids"]}, "checkpoint 'ids' is not made by the forward pass"),
         ({"segments": ["re:("]}, "no regular expression"),
         ({"segments": ["encoder/*"], "feed_shapes": {}}, "feed_shapes and place belong to memory_budget"),
-        ({"memory_budget": 1, "place": "cuda"}, "recompute takes a place"),
+        ({"memory_budget": 1, "place": "gpu"}, "recompute: place is 'gpu'"),
         ({"memory_budget": 0}, "at least 1"),
         ({"memory_budget": 1.5}, "a number of bytes"),
         ({"memory_budget": 1, "feed_shapes": {"idx": (1,)}}, "'idx' is no feed"),

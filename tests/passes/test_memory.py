@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +15,6 @@ from amp_transpiler.passes.lowering.liveness import Liveness, plan
 from amp_transpiler.passes.lowering.lowered import Lowered
 from tests.helpers.places import change_place
 from tests.helpers.programs import build
-from tests.helpers.where import ROOT
 from tests.tools.memory_run import measured
 
 
@@ -292,28 +289,14 @@ def test_regions_are_twice_as_large_as_the_last(requests: list[tuple[int, int]])
 
 def test_a_later_step_writes_to_no_memory_that_the_first_did_not_take() -> None:
     """Of regions of one size the second step would fill the one first that the first step took last."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.tools.memory_run", "--steps"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    )
-    first, second = map(float, done.stdout.split())
-    assert first > 300 and second < 1.05 * first, done.stdout
+    first, second = measured("--steps")
+    assert first > 300 and second < 1.05 * first, (first, second)
 
 
 def test_sessions_take_their_memory_from_one_arena_and_give_it_back() -> None:
     """Eight shapes take little more than one; ``close`` frees what they took."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.tools.memory_run", "--shapes"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    )
-    one, eight, closed = map(float, done.stdout.split())
-    assert one > 40 and eight < 1.5 * one and closed < 0.5 * one, done.stdout
+    one, eight, closed = measured("--shapes")
+    assert one > 40 and eight < 1.5 * one and closed < 0.5 * one, (one, eight, closed)
 
 
 def test_large_state_takes_its_size_once_it_is_made() -> None:

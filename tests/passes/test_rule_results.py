@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 
 import amp_transpiler as amp
-from amp_transpiler.errors import AmpError, ArgumentTypeError, GraphError
-from amp_transpiler.ir import opdef
+from amp_transpiler.errors import AmpError, ArgumentError, ArgumentTypeError, GradientError, GraphError
+from amp_transpiler.ir import opdef, user_rules
 from amp_transpiler.ir.opdef import lowering_rule, own
+from amp_transpiler.nn import functional as F
 
 MODEL = """<ir_version: 10, opset_import: ["" : 21, "wrong" : 1]>
 g (float[2,3,4] x) => (float y) <float[3,4] w = {1,1,1,1,1,1,1,1,1,1,1,1}> {
@@ -26,8 +29,9 @@ SHAPE = r" for 'w@GRAD'; expected one of shape \[3, 4\], that of 'w'"
 
 @pytest.fixture(autouse=True)
 def _table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("_TABLE", "_READS"):
-        monkeypatch.setattr(opdef, name, dict(getattr(opdef, name)))
+    monkeypatch.setattr(opdef, "_TABLE", {key: replace(found) for key, found in opdef._TABLE.items()})
+    monkeypatch.setattr(opdef, "_READS", dict(opdef._READS))
+    monkeypatch.setattr(user_rules, "_OF_USERS", set())
     yield
 
 
@@ -83,6 +87,32 @@ def test_a_lowering_rule_is_asked_too() -> None:
         GraphError, match="the lowering rule of amp_transpiler::Twofold, .* gave a tensor; expected a list of 1"
     ):
         program.lower(amp.CPUPlace(), fetch_list=["y"])
+
+
+def test_a_rule_of_this_package_is_replaced_where_that_is_asked_for_alone() -> None:
+    """Tanh has a rule, and Round none that learns: here a straight-through estimate."""
+    text = '<ir_version: 10, opset_import: ["" : 21]> net (float[2] x, float[2] w) => (float[2] y) { a = Mul(x, w) y = OP(a) }'
+    feeds = {"x": np.array([2, 3], np.float32), "w": np.array([0.3, 0.4], np.float32)}
+
+    def slope(type_: str) -> list[float] | None:
+        program = amp.Program.from_onnx(onnx.parser.parse_model(text.replace("OP", type_)))
+        with amp.program_guard(program):
+            try:
+                found = amp.append_backward(F.sum(program.outputs[0]), parameter_list=["w"])
+            except GradientError:
+                return None
+        return amp.Executor().run(program, feed=feeds, fetch_list=[found[0][1]])[0].tolist()
+
+    for type_, told in (("Tanh", "has a rule for Tanh"), ("Round", "takes the gradient of Round for zero")):
+        before = slope(type_)
+        assert (before is None) == (type_ == "Round")
+        with pytest.raises(ArgumentError, match=f"register_gradient: this package {told}; give replace=True"):
+            amp.register_gradient(type_, reads="dy0")
+        assert slope(type_) == before
+        amp.register_gradient(type_, reads="dy0", replace=True)(lambda e, op, dy: [dy])
+        assert slope(type_) == [2, 3]
+        amp.register_gradient(type_, reads="dy0")(lambda e, op, dy: [e.Neg(dy)])  # one's own again, as in a notebook
+        assert slope(type_) == [-2, -3]
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ except amp.errors.ExecutionError as refused:
     print(refused.args)
 executor.run(fetches=[loss])  # type: ignore[call-arg]
 executor.run(feed=[1])  # type: ignore[arg-type]
-amp.Executor(place="cpu")  # type: ignore[arg-type]
+amp.Executor(place=0)  # type: ignore[arg-type]
 executor.runn()  # type: ignore[attr-defined]
 amp.ClipGradByGlobalNorm(1.0)  # type: ignore[attr-defined]
 F.rellu(x)  # type: ignore[attr-defined]

@@ -363,7 +363,7 @@ def test_copies_take_no_session(exe: Executor, scope: Scope) -> None:
 @pytest.mark.parametrize(
     "make, kind, message",
     [
-        (lambda: Executor("cpu"), ArgumentTypeError, "Executor takes a place"),  # type: ignore[arg-type]
+        (lambda: Executor("gpu"), ArgumentError, "Executor: place is 'gpu'; .* its kind: cpu, cuda, webgpu"),
         (lambda: Executor(CPUPlace), ArgumentTypeError, r"write CPUPlace\(\)"),  # type: ignore[arg-type]
         (lambda: Executor(optimization_level="most"), ArgumentError, "expected one of .*basic"),
         (lambda: Executor(threads=0), ArgumentError, "at least 1"),

@@ -19,26 +19,31 @@ from amp_transpiler.runtime import (
     Scope,
     binding,
 )
+from amp_transpiler.stops import Terminated, terminable
 from tests.helpers.refusals import BATCH, CPU, trained, values
 from tests.helpers.running import FEED, W, started
 from tests.tools.threads_run import counting, ones, together
 
 
-def test_ctrl_c_waits_for_the_end_of_the_step(exe: Executor, scope: Scope, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("stop", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
+def test_ctrl_c_waits_for_the_end_of_the_step(
+    exe: Executor, scope: Scope, stop: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = started(exe, scope)
     exe.run(program, FEED, ["y"], scope)
     step = exe._programs[program].last.last  # type: ignore[union-attr]
     plain = step.session.run_with_iobinding  # type: ignore[union-attr]
 
     def interrupted(*arguments: Any) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), stop)
         plain(*arguments)
 
     monkeypatch.setattr(step.session, "run_with_iobinding", interrupted)  # type: ignore[union-attr]
-    with pytest.raises(KeyboardInterrupt):
+    with terminable(), pytest.raises(error):
         exe.run(program, FEED, ["y"], scope)
     monkeypatch.undo()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     np.testing.assert_array_equal(scope.find_var("w"), W / 4)
     np.testing.assert_array_equal(scope.find_var("total"), W * 3)
 

@@ -2,7 +2,7 @@
 
 Prints forecast and measurement in MiB, state and feeds not counted. The arguments are a program of PROGRAMS, a mode
 ("fp32", "amp", "pure-fp16"), and a pattern to recompute. With ``--shapes``: see :func:`shapes`, with ``--steps``:
-:func:`steps`, with ``--state``: :func:`state`, with ``--replaced FOLDER``: :func:`replaced`. ``--serve`` takes such arguments
+:func:`steps`, with ``--state``: :func:`state`, with ``--replaced FOLDER``: :func:`replaced`, with ``--loaded FOLDER``: :func:`loaded`. ``--serve`` takes such arguments
 from standard input, a JSON list a line, and measures each in a process that parts from this one once all is imported.
 """
 
@@ -259,6 +259,29 @@ def replaced(folder: str) -> None:
     print(*taken, status("VmRSS"))
 
 
+def loaded(folder: str) -> None:
+    """By how much the resident memory grows at most when a checkpoint is loaded over the state of the startup program,
+    and into an empty scope, and the size of that state, in MiB."""
+    main_, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main_, startup), amp.unique_name.guard():
+        h = amp.data("x", [2, 1024], "float32")
+        for _ in range(6):
+            h = amp.nn.fc(h, 1024)
+        amp.optimizer.Adam(0.1).minimize(F.mean(h))
+    executor, scope = amp.Executor(threads=1), amp.Scope()
+    executor.run(startup, scope=scope)
+    amp.save_checkpoint(f"{folder}/state", main_, scope=scope)
+    grown = []
+    for each in (scope, amp.Scope()):
+        trim()
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # the most memory is counted anew
+        before = status("VmRSS")
+        amp.load_checkpoint(f"{folder}/state", main_, scope=each)
+        grown.append(status("VmHWM") - before)
+    print(*grown, sum(value.tensor_size_in_bytes() for value in scope.ort_values.values()) / 2**20)
+
+
 def print_figures(arguments: Sequence[str]) -> None:
     """What the arguments ask for."""
     if arguments == ["--shapes"]:
@@ -269,6 +292,8 @@ def print_figures(arguments: Sequence[str]) -> None:
         state()
     elif arguments[:1] == ["--replaced"]:
         replaced(*arguments[1:])
+    elif arguments[:1] == ["--loaded"]:
+        loaded(*arguments[1:])
     else:
         main(*arguments)
 

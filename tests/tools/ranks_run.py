@@ -203,10 +203,11 @@ class Started:
     """A case on its way. What the ranks print goes into files, since lines of several ranks may mix on the way."""
 
     def __init__(self, case: str, ranks: int, *options: str, wrapped: bool = False, apart: bool = True) -> None:
-        """``wrapped``: each rank in a shell, so that mpiexec sees none die by a signal. ``apart``: print into files."""
+        """``case``: one, or several with blanks between, one after the other. ``wrapped``: each rank in a shell, so that
+        mpiexec sees none die by a signal. ``apart``: print into files."""
         launcher = mpiexec()
         assert launcher is not None
-        command = [sys.executable, "-m", "tests.tools.ranks_run", "--case", case]
+        command = [sys.executable, "-m", "tests.tools.ranks_run", "--case", *case.split()]
         if wrapped:
             command = ["sh", "-c", WRAPPER, "sh", *command]
         self.ranks, self._folder = ranks, tempfile.TemporaryDirectory()
@@ -283,7 +284,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", choices=[[], *CASES], default=[])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--case", choices=CASES, help="be a rank of it")
+    parser.add_argument("--case", choices=CASES, nargs="+", help="be a rank of it")
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
@@ -292,15 +293,16 @@ if __name__ == "__main__":
             printed = os.open(Path(os.environ[FOLDER]) / os.environ["PMI_RANK"], os.O_WRONLY | os.O_CREAT)
             os.dup2(printed, 1)
             os.dup2(printed, 2)
-        early = {"late": 1.0, "absent": 2.0}.get(chosen.case)
+        early = {"late": 1.0, "absent": 2.0}.get(chosen.case[0])
         if early and os.environ.get("PMI_RANK") == str(CULPRIT):
-            if chosen.case == "absent":
+            if chosen.case == ["absent"]:
                 import mpi4py.MPI  # noqa: F401 - which starts MPI
             time.sleep(3600)
         engine = amp.distributed.init("mpi", timeout=early or 60)
-        if chosen.case in ("sleeps", "stops"):  # a machine at work may need longer to start a rank
+        if chosen.case[0] in ("sleeps", "stops"):  # a machine at work may need longer to start a rank
             engine._watch._timeout = TIMEOUT
-        CASES[chosen.case]()
+        for case in chosen.case:
+            CASES[case]()
     elif chosen.kills:
         drawn_moments = random.Random(chosen.seed)
         wrong_ones = list(filter(None, (kill(chosen.ranks, drawn_moments) for _ in range(chosen.kills))))

@@ -200,8 +200,8 @@ def test_amp_init_before_the_startup_program_ran() -> None:
 
 def test_amp_init_takes_a_place_in_every_mode() -> None:
     net, optimizer, test, scope, _ = trained(mixed)
-    with refused(ArgumentTypeError, "amp_init takes a place", programs=(net.main, test), scope=scope):
-        optimizer.amp_init("cpu", scope, test, use_fp16_test=True)
+    with refused(ArgumentTypeError, "amp_init: place is 0; expected", programs=(net.main, test), scope=scope):
+        optimizer.amp_init(0, scope, test, use_fp16_test=True)
 
 
 # -- arguments -------------------------------------------------------------------------------------------------

@@ -20,13 +20,26 @@ class TensorStats:
     """A floating-point tensor over all batches.
 
     ``largest``, ``smallest``: magnitude of the largest finite number, and of the smallest that is not zero, in fp32.
-    ``finite``: whether the converted program's value is finite wherever the fp32 one is.
+    ``finite``: whether the converted program's value is finite wherever the fp32 one is. ``floor``: the least L2 norm
+    that it counts as.
     """
 
-    __slots__ = ("_error", "_kept", "_known", "_over", "_rounding", "_square", "finite", "largest", "smallest")
+    __slots__ = (
+        "_error",
+        "_floor",
+        "_kept",
+        "_known",
+        "_over",
+        "_rounding",
+        "_square",
+        "finite",
+        "largest",
+        "smallest",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, floor: float = 0.0) -> None:
         self.largest, self.smallest, self.finite = 0.0, math.inf, True
+        self._floor = floor**2
         self._known = self._over = 0
         self._square = self._kept = self._rounding = self._error = 0.0
 
@@ -38,12 +51,12 @@ class TensorStats:
     @property
     def rounding(self) -> float:
         """Relative L2 error of storing the tensor in 16 bit; numbers that overflow are left out."""
-        return relative(self._rounding, self._kept)
+        return relative(self._rounding, max(self._kept, self._floor))
 
     @property
     def error(self) -> float:
         """Relative L2 error of the converted program's value; infinite where that is not finite and should be."""
-        return relative(self._error, self._square) if self.finite else math.inf
+        return relative(self._error, max(self._square, self._floor)) if self.finite else math.inf
 
     def add(self, value: np.ndarray, converted: np.ndarray, dtype: str) -> None:
         """Take in another batch: the value in fp32, the one in the converted program, and the 16-bit type."""

@@ -32,7 +32,7 @@ def recompute(
     *,
     memory_budget: int | None = None,
     feed_shapes: Mapping[str, Sequence[int]] | None = None,
-    place: Place | None = None,
+    place: Place | str | None = None,
 ) -> None:
     """Let the backward pass compute activations again instead of keeping them (activation checkpointing).
 
@@ -81,9 +81,9 @@ def recompute(
 
 
 def _budget(
-    program: Graph, budget: object, feed_shapes: Mapping[str, Sequence[int]] | None, place: Place | None
+    program: Graph, budget: object, feed_shapes: Mapping[str, Sequence[int]] | None, place: Place | str | None
 ) -> Request:
-    kind = CPUPlace().kind if place is None else check_place(place, "recompute").kind
+    kind = CPUPlace().kind if place is None else check_place(place, "recompute: place").kind
     if not is_whole(budget):
         raise ArgumentTypeError(f"recompute: memory_budget is a number of bytes, got {budget!r}")
     if budget < 1:

@@ -167,7 +167,6 @@ def count_kernels(
     fetch_list: Sequence[Variable | str],
 ) -> Counted:
     """Lower a program and count; ``call`` is the caller, for messages."""
-    check_place(place, call)
     lowered, shapes = lower_sized(call, program, place, feed_shapes, fetch_list)
     graph = inferred(lowered)
     types = types_in(graph)
@@ -178,11 +177,12 @@ def count_kernels(
 
 def cost_estimate(
     program: Graph,
-    place: Place,
+    place: Place | str,
     feed_shapes: Mapping[str, Sequence[int]] | None = None,
     fetch_list: Sequence[Variable | str] = (),
 ) -> CostEstimate:
     """What running ``program`` costs on ``place``; see ``Program.cost_estimate``."""
+    place = check_place(place, "cost_estimate: place")
     counted = count_kernels("cost_estimate", program, place, feed_shapes, fetch_list)
     kernels, live = counted.kernels, counted.live
     sizes: Counter[str] = Counter()

@@ -162,11 +162,11 @@ def lower(
 
 def lower_for(
     program: Graph,
-    place: Place,
+    place: Place | str,
     feed_shapes: Mapping[str, Sequence[int]] | None = None,
     fetches: Sequence[Variable | str] = (),
 ) -> Lowered:
     """The model that ``place`` runs, the arguments checked; see ``Program.lower``."""
-    check_place(place, "lower")
+    place = check_place(place, "lower: place")
     shapes, targets = checked_shapes("lower", program, feed_shapes), checked_fetches("lower", program, fetches)
     return lower(program, place.kind, shapes, targets, declared=True, arithmetic=arithmetic_of(place))

@@ -111,12 +111,12 @@ class MemoryEstimate:
 def memory_estimate(
     program: Graph,
     feed_shapes: Mapping[str, Sequence[int]] | None = None,
-    place: Place | None = None,
+    place: Place | str | None = None,
     fetch_list: Sequence[Variable | str] = (),
     rank: int | None = None,
 ) -> MemoryEstimate:
     """A forecast of what running ``program`` takes on ``place``; see ``Program.memory_estimate``."""
-    place = CPUPlace() if place is None else check_place(place, "memory_estimate")
+    place = CPUPlace() if place is None else check_place(place, "memory_estimate: place")
     if rank is not None:
         whole("memory_estimate: rank", rank, 0)
     lowered, shapes = lower_sized("memory_estimate", program, place, feed_shapes, fetch_list, rank)

@@ -82,15 +82,6 @@ _PLACES = (CPUPlace, CUDAPlace, WebGPUPlace)
 PLACES: Mapping[str, Place] = MappingProxyType({place.kind: place() for place in _PLACES})
 
 
-def kind_of(place: object, caller: str) -> str:
-    """The kind of a place given as such, or by name. ArgumentError naming ``caller`` for anything else."""
-    kinds = place_kinds()
-    kind = place.kind if isinstance(place, _PLACES) else place.lower() if isinstance(place, str) else place
-    if kind not in kinds:
-        raise ArgumentError(f"{caller} is {shown(place)}; expected a place or its kind: {', '.join(kinds)}")
-    return str(kind)
-
-
 def no_faster(kind: str) -> str:
     """That 16 bit is no faster on places of this kind; "" where it may be."""
     if roundings(kind, "float16") is None:
@@ -119,13 +110,22 @@ def cores_of(place: Place, threads: int | None, caches: Path = Path("/sys/device
     return Cores(size, threads or os.cpu_count() or 1)
 
 
-def check_place(place: object, caller: str) -> Place:
-    """``place`` itself; ArgumentTypeError naming ``caller`` where it is no place."""
+def check_place(place: object, what: str) -> Place:
+    """A place given as such, or by the name of its kind, for which the first of that kind stands.
+
+    ArgumentError naming ``what``, the argument, for another name; ArgumentTypeError for what is neither.
+    """
     if isinstance(place, _PLACES):
         return place
+    if isinstance(place, str) and place.lower() in PLACES:
+        return PLACES[place.lower()]
     hint = ""
     if isinstance(place, type) and issubclass(place, _PLACES):
         hint = f"; write {place.__name__}() for a place instead of the class"
     elif isinstance(place, Mapping):
         hint = "; named, feed_shapes=... and place=... may come in any order"
-    raise ArgumentTypeError(f"{caller} takes a place, CPUPlace(), CUDAPlace(0) or WebGPUPlace(0), got {place!r}{hint}")
+    kind = ArgumentError if isinstance(place, str) else ArgumentTypeError
+    raise kind(
+        f"{what} is {shown(place)}; expected a place, CPUPlace(), CUDAPlace(0) or WebGPUPlace(0), or its kind: "
+        f"{', '.join(PLACES)}{hint}"
+    )

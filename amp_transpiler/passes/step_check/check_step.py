@@ -28,7 +28,7 @@ from amp_transpiler.lists import place_traits
 from amp_transpiler.ops.training.accumulate import ACCUMULATE, ACCUMULATE_ROWS, RESET
 from amp_transpiler.ops.training.scaling import CHECK, master_type
 from amp_transpiler.passes.lowering.lowering import lower_for
-from amp_transpiler.passes.lowering.place import Place
+from amp_transpiler.passes.lowering.place import Place, check_place
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.step_check.check_lowered import check_lowered
 from amp_transpiler.passes.step_check.gradient_flow import CLIPPED, SCALED, UNSCALED, GradientFlow
@@ -47,11 +47,11 @@ _LINEAR = frozenset({"Mul", "Div", "Add", "Sum", "Cast", "ReduceSum", "ReduceMea
 
 
 def check_step(
-    program: Graph, place: Place | None = None, feed_shapes: dict[str, tuple[int, ...]] | None = None
+    program: Graph, place: Place | str | None = None, feed_shapes: dict[str, tuple[int, ...]] | None = None
 ) -> None:
     """Check a program with loss scaling, as ``minimize`` of a decorated optimizer leaves it.
 
-    Points 1 to 5 are proved on the program. With ``place`` (CPUPlace() or CUDAPlace(0), neither needs a GPU) the
+    Points 1 to 5 are proved on the program. With ``place`` ("cpu" or "cuda", CUDAPlace(0); neither needs a GPU) the
     program is lowered for it, and point 6 is proved on the model that the place runs; ``feed_shapes`` gives the shapes
     of feeds whose declared shape is not fixed.
 
@@ -64,6 +64,7 @@ def check_step(
         raise StepError(f"the training step of program '{program.name}' breaks the step protocol:\n{listed}")
     if place is None:
         return
+    place = check_place(place, "check_step: place")
     lowered = lower_for(program, place, feed_shapes)
     if place_traits(place.kind).bodies:
         raise ArgumentError(

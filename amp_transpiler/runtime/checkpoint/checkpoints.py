@@ -156,7 +156,9 @@ def load_checkpoint(
     """Set the state of ``program`` in ``scope`` (default: the global one) to that of a checkpoint.
 
     Neither the startup program nor ``amp_init`` need have run (``amp_init`` is still what rewrites a test program).
-    The scope changes when everything has been read, verified and found to fit; variables of other programs stay.
+    The scope changes when everything has been verified and found to fit; variables of other programs stay. Values are
+    then replaced one by one, so that memory holds the state, and one tensor beside it. Where that ends half way (the
+    disk fails, Ctrl-C), the scope has no state of the program, rather than some of each.
 
     A checkpoint of the same program continues bit for bit. One of another precision is converted: an fp32 master
     takes the stored master or fp32 parameter, a 16-bit parameter is that value rounded, a fp32 parameter is the

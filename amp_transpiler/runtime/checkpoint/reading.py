@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import stat
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from amp_transpiler.runtime.checkpoint.writing import (
     TENSOR_FILES,
     VERSION,
     checksum,
-    file_hash,
     step_folders,
+    stream_hash,
+    tensor_places,
 )
 
 #: Bytes that no ``meta.json`` has: a tensor takes some hundred.
@@ -154,7 +156,8 @@ def _not_found(folder: Path) -> str:
 class TensorFile:
     """The verified tensors file of a checkpoint: it holds the tensors that ``meta`` says, and ``read(name)`` gives one.
 
-    CheckpointError where it is not the file that was saved.
+    CheckpointError where it is not the file that was saved. It stays open, since another process may replace it; it is
+    read and not mapped, since pages of a file that is mapped count as memory of this process.
     """
 
     def __init__(self, folder: Path, meta: Mapping[str, Any]) -> None:
@@ -166,22 +169,25 @@ class TensorFile:
                 raise CheckpointError(f"{damaged(folder)}: {path.name} is no ordinary file")
             if found.st_size != said["bytes"]:
                 raise CheckpointError(f"{damaged(folder)}: {path.name} has {found.st_size} bytes, not {said['bytes']}")
-            if file_hash(path) != said["sha256"]:
+            self._stream = open(path, "rb")  # noqa: SIM115 (closed with this object)
+            weakref.finalize(self, self._stream.close)
+            if stream_hash(self._stream) != said["sha256"]:
                 raise CheckpointError(f"{damaged(folder)}: the content of {path.name} does not match its checksum")
-            self._file = safe_open(path, framework="numpy")
-            self._said = meta["tensors"]
-            for name in sorted(self._said.keys() ^ set(self._file.keys())):
+            file = safe_open(path, framework="numpy")
+            self._said, self._where = meta["tensors"], f"{damaged(folder)}: {path.name}"
+            for name in sorted(self._said.keys() ^ set(file.keys())):
                 where, other = (META, path.name) if name in self._said else (path.name, META)
                 raise CheckpointError(f"{damaged(folder)}: {where} has a tensor {name!r:.200}, {other} has not")
             for name in self._said:
-                self._verify(name, f"{damaged(folder)}: tensor {name!r:.200}", path.name)
+                self._verify(name, file.get_slice(name), f"{damaged(folder)}: tensor {name!r:.200}", path.name)
+            self._places = tensor_places(self._stream)
         except OSError as error:
             raise CheckpointError(f"{damaged(folder)}: {path.name}: {error.strerror or error}") from None
         except SafetensorError as error:
             raise CheckpointError(f"{damaged(folder)}: {path.name}: {error}") from None
 
-    def _verify(self, name: str, where: str, file: str) -> None:
-        said, piece = self._said[name], self._file.get_slice(name)
+    def _verify(self, name: str, piece: Any, where: str, file: str) -> None:
+        said = self._said[name]
         dtype, shape = said["dtype"], said["shape"]
         stored = dtype
         if dtype not in SAFETENSORS_TYPES.values():  # its elements are written as bytes
@@ -193,9 +199,16 @@ class TensorFile:
 
     def read(self, name: str) -> np.ndarray:
         """A tensor, as the element type that its variable had."""
-        array: np.ndarray = self._file.get_tensor(name)
-        dtype = numpy_dtype(self._said[name]["dtype"])
-        return array if array.dtype == dtype else array.view(dtype)
+        said = self._said[name]
+        array = np.empty(said["shape"], numpy_dtype(said["dtype"]))
+        try:
+            self._stream.seek(self._places[name])
+            size = self._stream.readinto(array.reshape(-1).view(np.uint8).data)
+        except OSError as error:
+            raise CheckpointError(f"{self._where}: {error.strerror or error}") from None
+        if size != array.nbytes:
+            raise CheckpointError(f"{self._where} was cut short while it was read")
+        return array
 
 
 def read_checkpoint(folder: Path) -> tuple[dict[str, Any], TensorFile]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,8 @@ from amp_transpiler.runtime.states import fits
 from amp_transpiler.warn import warn_user
 
 _SHOWN = 200  # names of each kind in a message
+#: Bytes of values that are replaced from one trim to the next: in a heap of many pieces that takes its time.
+_ROOM = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -108,25 +110,55 @@ def warn_of_window(program: Program, stored: Mapping[Key, Stored], what: str) ->
 
 @dataclass
 class Restored:
-    """Values for variables of a program. ``converted``: some were made of others; it is not the same program.
+    """What makes values for variables of a program. ``converted``: some of others; it is not the same program.
 
-    ``others``: variables whose values other ranks take, and which. ``begun``: moving averages that begin with them.
+    ``others``: variables whose values other ranks take, and which. ``begun``: moving averages, by the names of the
+    variables whose values they begin with.
     """
 
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Callable[[], Any]] = field(default_factory=dict)
     others: dict[str, int] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
     wrong: dict[str, str] = field(default_factory=dict)
     converted: bool = False
-    begun: dict[str, Any] = field(default_factory=dict)
+    begun: dict[str, str] = field(default_factory=dict)
 
     def put(self, program: Program, scope: Scope) -> None:
-        """Let the scope have the values; the memory of those that it had goes back."""
-        scope.hold(self.values | self.begun)
-        scope.leave(self.others)
-        scope.deal(whole_rows(program), self.values)
+        """Let the scope have the values; the memory of those that it had goes back.
+
+        Each is made when the one before it has gone, so that memory holds the state once. Where that ends half way,
+        the scope has none of them: a mixture would train on without a word.
+        """
+        with scope.writing():
+            scope.leave(self.others)
+            try:
+                replaced = 0
+                for name, make in self.values.items():
+                    _drop(scope, [name])
+                    scope.hold({name: make()})
+                    replaced += scope.ort_value(name).tensor_size_in_bytes()
+                    if replaced > _ROOM:  # values of other sizes do not fit into what was freed
+                        replaced = 0
+                        trim()
+                for average, of in self.begun.items():
+                    dtype = numpy_dtype(device_tensors.dtype_of(scope.ort_value(average)))
+                    scope.hold({average: device_tensors.from_array(scope.find_var(of).astype(dtype, copy=False))})
+            except BaseException as error:  # Ctrl-C too
+                _drop(scope, self.values)
+                if isinstance(error, CheckpointError):
+                    raise CheckpointError(
+                        f"{error}; program '{program.name}' has no state in the scope any more: load a checkpoint "
+                        "again, or run the startup program"
+                    ) from None
+                raise
+            scope.deal(whole_rows(program), self.values)
         trim()
+
+
+def _drop(scope: Scope, names: Iterable[str]) -> None:
+    """Free what the scope has of these variables."""
+    scope.drop(*filter(scope.has_var, names))
 
 
 def restore(
@@ -139,7 +171,8 @@ def restore(
     accumulation of which nothing is stored starts anew.
 
     CheckpointMismatchError with every missing, extra and wrong tensor; PrecisionError where a value does not fit 16
-    bit. ``what`` names the source in messages. Nothing is written.
+    bit. ``what`` names the source in messages. Nothing is written. What a checkpoint has is read when it is put, since
+    all of it is verified; of other files (``weights_only``) all is read here.
     """
     slots = {v: s for v, s in state_slots(program).items() if not weights_only or s.role in INFERENCE | {MASTER}}
     found = Restored()
@@ -160,31 +193,37 @@ def restore(
         if source is not None and variable.name in others:
             found.others[variable.name] = others[variable.name]
         elif source is not None:
-            found.values[variable.name] = _value(variable, source)
+            found.values[variable.name] = functools.partial(_value, variable, source)
+            if weights_only:
+                found.values[variable.name] = _given(_value(variable, source))
+            elif source.dtype != variable.dtype:
+                _converted(variable, source)
     if not weights_only:
         absent = [v for v, source in sources.items() if source is None]
-        found.values |= _unstored(program, absent, scope, found, what, slots)
+        made = _unstored(program, absent, scope, found, what, slots)
+        found.values |= {name: _given(value) for name, value in made.items()}
     found.values |= _due(program, found.values)
     found.begun = _beginnings(program, scope, found.values)
     return found
 
 
-def _due(program: Program, values: Mapping[str, Any]) -> dict[str, Any]:
+def _due(program: Program, values: Mapping[str, Callable[[], Any]]) -> dict[str, Callable[[], Any]]:
     """Counts of good steps that are beyond the one at which the program lets the scale grow, which it compares for
     equality: of a program with another rule. The next good step is the one."""
     found = {}
     for scaling in training_step(program).scale_updates:
         last, good = scaling.operator.attrs.get("incr_every_n_steps"), scaling.good
         if last is not None and good is not None and good.name in values:
-            count = device_tensors.to_array(values[good.name])
+            count = device_tensors.to_array(values[good.name]())
             if (count >= last).any():
-                found[good.name] = device_tensors.from_array(np.minimum(count, int(last) - 1).astype(count.dtype))
+                due = np.minimum(count, int(last) - 1).astype(count.dtype)
+                found[good.name] = _given(device_tensors.from_array(due))
     return found
 
 
-def _beginnings(program: Program, scope: Scope, loaded: Mapping[str, Any]) -> dict[str, Any]:
-    """Values for the moving averages, without a stored one, of loaded parameters that are what those were: no step has
-    moved them yet."""
+def _beginnings(program: Program, scope: Scope, loaded: Collection[str]) -> dict[str, str]:
+    """The moving averages, without a stored value, of loaded parameters that are what those were: no step has moved
+    them yet. By name the variables that they begin with."""
     slots = state_slots(program)
     masters = {slot.of: v.name for v, slot in slots.items() if slot.role == MASTER}
     found = {}
@@ -195,8 +234,7 @@ def _beginnings(program: Program, scope: Scope, loaded: Mapping[str, Any]) -> di
         if wanted and all(map(scope.has_var, (average.name, followed))):
             value, before = scope.find_var(average.name), scope.find_var(followed)
             if np.array_equal(value.astype(before.dtype, copy=False), before):
-                array = device_tensors.to_array(loaded[followed])
-                found[average.name] = device_tensors.from_array(array.astype(value.dtype, copy=False))
+                found[average.name] = followed
     return found
 
 
@@ -230,10 +268,19 @@ def _is_surplus(stored: Stored, roles: frozenset[str] | None) -> bool:
 
 
 def _value(variable: Variable, source: Stored) -> Any:
+    return device_tensors.from_array(own_rows(variable, _converted(variable, source)))
+
+
+def _converted(variable: Variable, source: Stored) -> np.ndarray:
+    """What is stored, in the element type of the variable. PrecisionError where it does not fit that."""
     array = source.read()
     if source.dtype != variable.dtype:
         array = device_tensors.rounded(variable.name, array, str(variable.dtype))
-    return device_tensors.from_array(own_rows(variable, array))
+    return array
+
+
+def _given(value: Any) -> Callable[[], Any]:
+    return lambda: value
 
 
 # -- what is not stored ----------------------------------------------------------------------------------

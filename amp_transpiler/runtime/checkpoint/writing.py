@@ -14,8 +14,9 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from safetensors import SafetensorError, TensorSpec, serialize_file
@@ -146,13 +147,20 @@ def _fill(path: Path, pieces: Iterable[tuple[str, np.ndarray]]) -> set[str]:
     """Write the bytes of tensors where they lie in a file of safetensors; the names of those that came."""
     filled = set[str]()
     with open(path, "r+b") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length))
+        places = tensor_places(stream)
         for name, content in pieces:
-            stream.seek(8 + length + header[name]["data_offsets"][0])
+            stream.seek(places[name])
             stream.write(content.data)
             filled.add(name)
     return filled
+
+
+def tensor_places(stream: BinaryIO) -> dict[str, int]:
+    """Where the bytes of each tensor begin in a file of safetensors that is well formed."""
+    stream.seek(0)
+    length = int.from_bytes(stream.read(8), "little")
+    header = json.loads(stream.read(length))
+    return {name: 8 + length + said["data_offsets"][0] for name, said in header.items() if name != "__metadata__"}
 
 
 def _spec(value: Any, held: list[Any], blank: np.ndarray) -> Any:
@@ -229,7 +237,12 @@ def _sync(file: Path) -> None:
 def file_hash(path: Path) -> str:
     """The checksum of a file."""
     with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        return stream_hash(stream)
+
+
+def stream_hash(stream: BufferedReader) -> str:
+    """The checksum of what is left of an open file."""
+    return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def checksum(content: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from typing import TypeVar, cast
 
 from amp_transpiler.errors import DistributedError, OrderError
-from amp_transpiler.passes.lowering.place import Place
+from amp_transpiler.passes.lowering.place import Place, check_place
 from amp_transpiler.runtime.collective import mpi
 from amp_transpiler.runtime.collective.engine import Engine
 
@@ -44,6 +44,14 @@ def engine_on(place: Place) -> Engine | None:
     """The engine of this rank for values on a place; None where the rank is alone. PlaceError where it has none."""
     engine = several()
     return None if engine is None else engine.on(place)
+
+
+def own_place(place: object, what: str) -> Place:
+    """A place as :func:`check_place` takes it, with its errors; by the name of its kind, of several ranks that of this
+    one, since each has a device."""
+    found = check_place(place, what)
+    own: Place | None = getattr(current(), "place", None)
+    return own if isinstance(place, str) and own is not None and own.kind == found.kind else found
 
 
 def several_launched() -> bool:

@@ -10,17 +10,16 @@ import threading
 from types import TracebackType
 
 from amp_transpiler.runtime.collective.ordered import OrderedEngine
-
-#: What a rank says that Ctrl-C ends. All of them get it at once, mostly, and one line each says it.
-INTERRUPTED = "was interrupted"
+from amp_transpiler.stops import stop_of, told_stop
 
 
 def guard(engine: OrderedEngine) -> None:
     """Looks after an engine until this process ends.
 
     An exception that nothing catches is told to all other ranks. After a fault the process ends with status 1 (130
-    after Ctrl-C): what it wrote goes out first, other ranks get a moment to end by themselves, and those that hang are
-    ended by whoever started them. Without a fault, a rank that ends tells the others that it makes no more calls.
+    after Ctrl-C, 143 after SIGTERM, which all of them get at once, mostly, and one line each says it): what it wrote
+    goes out first, other ranks get a moment to end by themselves, and those that hang are ended by whoever started
+    them. Without a fault, a rank that ends tells the others that it makes no more calls.
     """
     usual, process = sys.excepthook, os.getpid()
 
@@ -28,10 +27,11 @@ def guard(engine: OrderedEngine) -> None:
         if engine.closed and engine.fault() is None:  # what happens now is this rank's own affair
             usual(kind, error, traceback)
             return
-        interrupted = issubclass(kind, KeyboardInterrupt)
-        engine.abort(INTERRUPTED if interrupted else f"raised {kind.__name__}: {error}")
-        if interrupted or INTERRUPTED in str(engine.fault()):
-            print(f"rank {engine.rank}: interrupted", file=sys.stderr)
+        own = stop_of(error) if isinstance(error, KeyboardInterrupt) else None
+        engine.abort(f"raised {kind.__name__}: {error}" if own is None else own.told)
+        stop = own or told_stop(str(engine.fault()))
+        if stop is not None:
+            print(f"rank {engine.rank}: {stop.word}", file=sys.stderr)
         else:
             usual(kind, error, traceback)
 
@@ -46,7 +46,8 @@ def guard(engine: OrderedEngine) -> None:
             for stream in (sys.stdout, sys.stderr):
                 if stream is not None:
                     stream.flush()
-            engine.end(130 if INTERRUPTED in str(engine.fault()) else 1)
+            stop = told_stop(str(engine.fault()))
+            engine.end(1 if stop is None else stop.status)
 
     sys.excepthook = raised
     atexit.register(ended)

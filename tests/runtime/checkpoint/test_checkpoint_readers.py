@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 import amp_transpiler as amp
-from amp_transpiler.errors import CheckpointError
+from amp_transpiler.errors import CheckpointError, ScopeError
 from amp_transpiler.runtime.checkpoint import reading
 from amp_transpiler.runtime.checkpoint.writing import TENSORS
 from tests.helpers.checkpoints import Small, loads, state
@@ -56,3 +58,44 @@ def test_one_that_is_damaged_stays_so(net: Small, scope: amp.Scope, tmp_path: Pa
     (tmp_path / TENSORS).unlink()
     with pytest.raises(CheckpointError, match=r"is damaged.*No such file"):
         loads(net, tmp_path)
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyboardInterrupt()])
+def test_a_reading_that_ends_half_way_leaves_no_mixture(
+    net: Small, scope: amp.Scope, tmp_path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that fails when all was verified, or Ctrl-C: the state of the program is gone, what is of others stays."""
+    scope.set_var("mine", 1.0)
+    amp.save_checkpoint(tmp_path, net.main, scope)
+    read, calls = reading.TensorFile.read, itertools.count()
+
+    class Broken:
+        def seek(self, to: int) -> None:
+            raise error
+
+    def failing(self: reading.TensorFile, name: str) -> Any:
+        if next(calls) == 5:
+            monkeypatch.setattr(self, "_stream", Broken())
+        return read(self, name)
+
+    monkeypatch.setattr(reading.TensorFile, "read", failing)
+    with pytest.raises((CheckpointError, KeyboardInterrupt)) as found:
+        amp.load_checkpoint(tmp_path, net.main, scope)
+    monkeypatch.undo()
+    if isinstance(error, OSError):
+        told = "damaged.*Input/output error; program '.*' has no state in the scope any more: load a checkpoint again"
+        assert re.search(told, str(found.value))
+    assert scope.var_names() == ["mine"]
+    with pytest.raises(ScopeError, match="run its startup program"):
+        net.train(scope, 2, 3)
+    amp.load_checkpoint(tmp_path, net.main, scope)
+    assert state(net.main, scope) == loads(net, tmp_path)
+
+
+def test_a_file_that_is_cut_while_it_is_read(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
+    amp.save_checkpoint(tmp_path, net.main, scope)
+    meta, file = reading.read_checkpoint(tmp_path)
+    (tmp_path / TENSORS).write_bytes((tmp_path / TENSORS).read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="was cut short while it was read"):
+        for name in meta["tensors"]:
+            file.read(name)

@@ -14,6 +14,7 @@ import pytest
 from amp_transpiler.errors import DistributedError
 from amp_transpiler.runtime.collective.exits import guard
 from amp_transpiler.runtime.collective.simulated import SimulatedEngine
+from amp_transpiler.stops import Terminated
 
 Ends = list[Callable[[], None]]
 
@@ -45,22 +46,25 @@ def test_an_exception_is_told_printed_and_ends_with_1(ends: Ends, capsys: pytest
     assert capsys.readouterr().err == "ValueError: no data\n"
 
 
+@pytest.mark.parametrize(
+    ("error", "word", "status"), [(KeyboardInterrupt, "interrupted", 130), (Terminated, "terminated", 143)]
+)
 @pytest.mark.parametrize("own", [True, False])
-def test_ctrl_c_here_or_on_another_rank_is_one_line_and_130(
-    ends: Ends, own: bool, capsys: pytest.CaptureFixture[str]
+def test_ctrl_c_or_sigterm_here_or_on_another_rank_is_one_line_and_its_status(
+    ends: Ends, own: bool, error: type[BaseException], word: str, status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine, other = SimulatedEngine.group(2, 20)
     guard(engine)
     if own:
-        raised(KeyboardInterrupt())
+        raised(error())
     else:
-        other.abort("was interrupted")
+        other.abort(f"was {word}")
         with pytest.raises(DistributedError) as found:
             engine.barrier()
         raised(found.value)
     ends[0]()
-    assert ends[-1] == ("status", 130)
-    assert capsys.readouterr().err == "rank 0: interrupted\n"
+    assert ends[-1] == ("status", status)
+    assert capsys.readouterr().err == f"rank 0: {word}\n"
 
 
 def test_a_good_end_tells_that_no_more_calls_come(ends: Ends) -> None:
