@@ -7,26 +7,36 @@ was rounded before, and its sine is an activation, which may be 16 bit. So may t
 than half a turn.
 
 Likewise logarithms, which are taken of what is of any size: counts, incomes, energies. float16 ends at 65504 and 6e-8.
+
+And standard scores of what lies far from 0 beside its spread: years, prices, pressures. 16 bit holds 1990 to 0.5, or
+to 4, and what is left of it less the mean is a few of these.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
+from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import FLOATS, LIMITS
 from amp_transpiler.ops.einsum import labels_of
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.ranges import Ranges
 from amp_transpiler.passes.numerics.weight_norms import summed_axes
+from amp_transpiler.passes.view.constants import content
 from amp_transpiler.passes.view.flow import Flow
 
 #: Terms of a sum: the coordinates of a place.
 _FEW = 4
+#: Deviations by which a standard score may be off.
+_OFF = 0.01
 
 
 def keep_angles(program: Graph, flow: Flow, ranges: Ranges, constraints: Constraints) -> None:
@@ -49,6 +59,44 @@ def keep_fed_logarithms(program: Graph, flow: Flow, ranges: Ranges, constraints:
             return op.full_type == "Log" and leaves and not _held(variable)
 
         _keep(program, flow, constraints, Kind.FED_LOGARITHM, may_leave)
+
+
+def keep_fed_scores(program: Graph, flow: Flow, dtype: str, constraints: Constraints) -> None:
+    """Add to ``constraints`` the standard scores of what is fed that 16 bit would put off by more than :data:`_OFF`
+    deviations where it holds the mean, and what computes what is scored."""
+    rounding = LIMITS[dtype].epsilon / 2
+
+    def is_off(op: Operator, variable: Variable) -> bool:
+        found = _mean_and_spread(op, flow)
+        if found is None:
+            return False
+        with np.errstate(all="ignore"):
+            off = np.abs(np.divide(*found)) * rounding
+        return bool((off[np.isfinite(off)] > _OFF).any())
+
+    if any(kind in flow.kinds for kind in ("BatchNormalization", "Sub", "Add")):
+        _keep(program, flow, constraints, Kind.FED_SCORE, is_off)
+
+
+def _mean_and_spread(op: Operator, flow: Flow) -> tuple[Any, Any] | None:
+    """The mean and the deviation of which the operator makes standard scores, up to their signs; None where it makes
+    something else."""
+    read = flow.inputs[op]
+    if op.full_type == "BatchNormalization":
+        mean, variance = (_numbers(v) for v in read[3:5])
+        return None if mean is None or variance is None else (mean, np.sqrt(variance + op.attrs.get("epsilon", 1e-5)))
+    maker = read[0].producer if op.full_type in ("Div", "Mul") and read[0] is not None else None
+    if maker is None or maker.full_type not in ("Sub", "Add"):
+        return None
+    mean, spread = _numbers(flow.inputs[maker][1]), _numbers(read[1])
+    if mean is None or spread is None:
+        return None
+    return mean, spread if op.full_type == "Div" else 1 / spread
+
+
+def _numbers(variable: Variable | None) -> Any:
+    data = None if variable is None else content(variable)
+    return None if data is None else as_array(data).astype(np.float64)
 
 
 def _keep(
