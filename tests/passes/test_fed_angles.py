@@ -16,7 +16,7 @@ from tests.helpers.sessions import session
 
 HEAD = '<ir_version: 10, opset_import: ["" : 20]>\n'
 WEIGHTS = "float[2,3] w = {0.1, 3, 7, -9, 0.2, 5}, float[4] f = {1, 0.1, 0.01, 0.001}, float[8,2] l = {" + (
-    ", ".join(["0.1"] * 16) + "}, float turn = {6.2831853}, int64[1] one = {1}"
+    ", ".join(["0.1"] * 16) + "}, float turn = {6.2831853}, float day = {24}, int64[1] one = {1}"
 )
 
 CASES = {
@@ -32,6 +32,18 @@ CASES = {
         """m (int64[N] t) => (float[N,4] y)
         { u = Cast<to=1>(t)  a = Einsum<equation="i,j->ij">(u, f)  s = Sin(a)  y = Relu(s) }""",
         {"u", "a", "s"},
+    ),
+    "the hour of a day": (
+        "m (float[N] t) => (float[N] y) { h = Mod<fmod=1>(t, day)  y = Relu(h) }",
+        {"h"},
+    ),
+    "what is left of whole turns": (
+        "m (float[N] t) => (float[N] y) { a = Div(t, day)  b = Floor(a)  p = Sub(a, b)  y = Relu(p) }",
+        {"a", "b", "p"},
+    ),
+    "what is left of what a layer makes": (
+        "m (float[N,2] x) => (float[N,2] y) { a = Softmax(x)  b = Floor(a)  y = Sub(a, b) }",
+        set(),
     ),
     "an angle that a layer makes": (
         "m (float[N,8] x) => (float[N,2] y) { p = MatMul(x, l)  a = Mul(p, turn)  y = Sin(a) }",
@@ -69,8 +81,8 @@ def test_half_a_turn_may_be_16_bit() -> None:
 
 
 @pytest.mark.parametrize("mode", ["pure", "mixed", "auto"])
-@pytest.mark.parametrize("name", list(CASES)[:3])
-def test_sines_of_many_turns_keep_their_phase(name: str, mode: str) -> None:
+@pytest.mark.parametrize("name", list(CASES)[:5])
+def test_sines_and_remainders_of_many_turns_keep_their_phase(name: str, mode: str) -> None:
     program = program_of(CASES[name][0])
     fed = program.inputs[0]
     values = np.random.default_rng(0).uniform(0, 1000, (50, 2)[: len(fed.shape or ())]).astype(fed.dtype)

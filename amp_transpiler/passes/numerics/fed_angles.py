@@ -4,7 +4,7 @@ Backwards from sines and cosines, through what moves numbers, elementwise arithm
 anything (times and their frequencies, coordinates and a matrix of directions), where all of that comes of inputs,
 integers, constants and weights alone: prompts, time steps, rotary positions, Fourier features. What a layer computes
 was rounded before, and its sine is an activation, which may be 16 bit. So may the sine of what is proved to be no more
-than half a turn.
+than half a turn. Remainders are phases too: the hour of the day, of hours that were counted.
 
 Likewise logarithms, which are taken of what is of any size: counts, incomes, energies. float16 ends at 65504 and 6e-8.
 
@@ -40,12 +40,16 @@ _OFF = 0.01
 
 
 def keep_angles(program: Graph, flow: Flow, ranges: Ranges, constraints: Constraints) -> None:
-    """Add to ``constraints`` the sines and cosines of such angles, and what computes the angles.
+    """Add to ``constraints`` the sines, cosines and remainders of such angles, and what computes the angles.
 
     What an earlier conversion did to the program makes no difference. Linear in its size.
     """
-    if any(kind.periodic for kind in flow.kinds.values()):
-        _keep(program, flow, constraints, Kind.ANGLE, lambda op, v: _is_angle(op) and not ranges.within(v, math.pi))
+    if {"Mod", "Floor"} & flow.kinds.keys() or any(kind.periodic for kind in flow.kinds.values()):
+
+        def is_angle(op: Operator, variable: Variable) -> bool:
+            return _is_phase(op, flow) and not ranges.within(variable, math.pi)
+
+        _keep(program, flow, constraints, Kind.ANGLE, is_angle)
 
 
 def keep_fed_logarithms(program: Graph, flow: Flow, ranges: Ranges, constraints: Constraints) -> None:
@@ -112,8 +116,13 @@ def _keep(
             wanted.update(v for v in read if v is not None)
 
 
-def _is_angle(op: Operator) -> bool:
-    return traits_of(op).periodic
+def _is_phase(op: Operator, flow: Flow) -> bool:
+    """Whether it tells where in a turn an angle is: its sine, the remainder, or what it has beyond whole turns."""
+    if op.full_type == "Sub":
+        angle, whole = flow.inputs[op]
+        maker = whole.producer if whole is not None else None
+        return maker is not None and maker.full_type == "Floor" and flow.inputs[maker][0] is angle
+    return traits_of(op).periodic or op.full_type == "Mod"
 
 
 def _held(variable: Variable) -> bool:
