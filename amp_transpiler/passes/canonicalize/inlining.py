@@ -65,7 +65,9 @@ def _import_alike(model: onnx.ModelProto, program: Graph) -> None:
         if imported.domain in own:
             imported.version = versions.setdefault(imported.domain, imported.version)
     version = program.info.opsets.get("")
-    for function in model.functions if version is not None else ():
+    if version is None:
+        return
+    for function in model.functions:
         for imported in function.opset_import:
             if not plain_domain(imported.domain) and imported.version != version:
                 _check_forms(function, imported.version, version, program)
