@@ -8,7 +8,12 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.passes.numerics.constraints import Constraints
-from amp_transpiler.passes.numerics.fed_angles import keep_angles, keep_fed_logarithms, keep_fed_scores
+from amp_transpiler.passes.numerics.fed_angles import (
+    keep_angles,
+    keep_fed_differences,
+    keep_fed_logarithms,
+    keep_fed_scores,
+)
 from amp_transpiler.passes.numerics.ranges import Ranges
 from amp_transpiler.passes.view.flow import Flow
 from tests.helpers.constraints_of import run_faithful
@@ -158,3 +163,29 @@ def test_standard_scores_of_what_is_fed(name: str, dtype: str) -> None:
     (got,) = run_faithful(amp.convert(model, mode="mixed", dtype=dtype), {"x": x})
     if expected:  # float16 was off by 0.02, bfloat16 by 0.2
         assert np.linalg.norm(got - wanted) < (1e-3 if dtype == "float16" else 1e-2) * np.linalg.norm(wanted)
+
+
+DAYS = "int64[1] first = {0}, int64[1] second = {1}, int64[1] last = {-1}, int64[1] end = {9}, int64[1] axes = {1}"
+DIFFERENCES = {
+    "two inputs": ("d = Sub(x, z)", {"d"}),
+    "two days": ("a = Slice(x, second, end, axes)  b = Slice(x, first, last, axes)  d = Sub(a, b)", {"a", "b", "d"}),
+    "what a layer computes": ("a = Softmax(x)  d = Sub(a, z)", set()),
+    "an input and a number": ("d = Sub(x, one)", set()),
+    "nothing": ("d = Sub(x, x)", set()),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_differences_of_what_is_fed(name: str) -> None:
+    text, expected = DIFFERENCES[name]
+    model = onnx.parser.parse_model(
+        HEAD + f"m (float[N,9] x, float[N,9] z) => (float[N,K] y) <{DAYS}, float one = {{1}}> {{ {text}  y = Tanh(d) }}"
+    )
+    program, constraints = amp.Program.from_onnx(model), Constraints()
+    keep_fed_differences(program, Flow(program), constraints)
+    assert {op.outputs[0].name for op in constraints.operators if op.outputs[0]} == expected
+    rng = np.random.default_rng(0)
+    feed = {"x": 100 + rng.random((9, 9), np.float32), "z": 100 + rng.random((9, 9), np.float32)}
+    (wanted,), (got,) = session(model).run(None, feed), run_faithful(amp.convert(model), feed)
+    if expected:  # float16 was off by 0.04
+        assert np.linalg.norm(got - wanted) < 1e-3 * np.linalg.norm(wanted)

@@ -9,7 +9,8 @@ than half a turn. Remainders are phases too: the hour of the day, of hours that 
 Likewise logarithms, which are taken of what is of any size: counts, incomes, energies. float16 ends at 65504 and 6e-8.
 
 And standard scores of what lies far from 0 beside its spread: years, prices, pressures. 16 bit holds 1990 to 0.5, or
-to 4, and what is left of it less the mean is a few of these.
+to 4, and what is left of it less the mean is a few of these. So are differences between what is fed, as of prices of
+two days: 16 bit rounds them off before they are made, and as many bytes are moved where they are made first.
 """
 
 from __future__ import annotations
@@ -80,6 +81,21 @@ def keep_fed_scores(program: Graph, flow: Flow, dtype: str, constraints: Constra
 
     if any(kind in flow.kinds for kind in ("BatchNormalization", "Sub", "Add")):
         _keep(program, flow, constraints, Kind.FED_SCORE, is_off)
+
+
+def keep_fed_differences(program: Graph, flow: Flow, constraints: Constraints) -> None:
+    """Add to ``constraints`` the differences between elements of inputs, and what moves these."""
+    if "Sub" not in flow.kinds:
+        return
+    elements = {v for v in program.inputs if v.dtype in FLOATS}
+    for op, _, read in flow.steps:
+        if moves(op) and not op.attrs.programs and all(v in elements for v in read if v is not None):
+            elements.update(v for v in op.outputs if v is not None)
+
+    def is_difference(op: Operator, variable: Variable) -> bool:
+        return op.full_type == "Sub" and variable in elements and flow.inputs[op][1] in elements - {variable}
+
+    _keep(program, flow, constraints, Kind.FED_DIFFERENCE, is_difference)
 
 
 def _mean_and_spread(op: Operator, flow: Flow) -> tuple[Any, Any] | None:
