@@ -14,7 +14,9 @@ from amp_transpiler.lists import NEWEST_OPSET
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.budget import check_budget, unbounded_optimizers, within
 
-_VERSION = re.compile(r"domain_version of \d+")
+#: What a conversion may change in a refusal: the opset, which it raises, and at which operator a shape that the model
+#: declares is found wrong, where it takes that out.
+_CHANGED = re.compile(r"domain_version of \d+|\(op_type:[^()]*\)")
 
 
 def check(output: str, program: Program, options: ConversionOptions) -> list[str]:
@@ -80,8 +82,8 @@ def _refused(path: str) -> str:
 
 
 def _alike(one: str, other: str) -> bool:
-    """Whether two refusals are of one kind, whatever the opset: a conversion may raise it."""
-    return _VERSION.sub("", one) == _VERSION.sub("", other)
+    """Whether two refusals are of one kind."""
+    return _CHANGED.sub("", one) == _CHANGED.sub("", other)
 
 
 def _first_line(error: Exception) -> str:

@@ -43,7 +43,7 @@ def narrow_io(program: Graph, names: Iterable[str], dtype: str) -> None:
     wanted = set(names)
     for variable in [v for v in program.inputs if v.name in wanted and v.dtype == "float32"]:
         _narrow_input(program, variable, dtype)
-    for variable in [v for v in program.outputs if v.name in wanted and v.dtype == "float32"]:
+    for variable in dict.fromkeys(v for v in program.outputs if v.name in wanted and v.dtype == "float32"):
         _narrow_output(program, variable, dtype)
     for each in programs(program):  # variables of nested graphs that stand for what changed
         for variable in each.variables if each.parent is not None else ():
@@ -76,7 +76,6 @@ def _narrow_output(program: Graph, variable: Variable, dtype: str) -> None:
     producer, name = variable.producer, variable.name
     if producer is None:
         return  # an input that is an output at once: it was narrowed as an input, or is fp32 for its readers
-    slot = program.outputs.index(variable)
     program.rename_variable(variable, program.unique(f"{name}.fp32"))
     narrow = producer.inputs[0] if producer.inserted else None
     if narrow is not None and narrow.dtype == dtype and narrow not in program.outputs and narrow.producer is not None:
@@ -90,7 +89,7 @@ def _narrow_output(program: Graph, variable: Variable, dtype: str) -> None:
             add_cast(variable, narrow)
         else:
             program.rename_variable(narrow, name)
-    program.outputs[slot] = narrow
+    program.outputs[:] = [narrow if output is variable else output for output in program.outputs]
     if producer.inserted and not variable.readers:
         _remove_cast(variable)
 

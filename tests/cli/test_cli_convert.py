@@ -169,6 +169,16 @@ def test_what_the_checker_refuses_the_model_for_is_no_failure(
     assert status == 0 and "onnx.checker refuses the file, and the model too: " in out and not error
 
 
+def test_a_shape_that_the_model_declares_wrongly_is_no_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As scikit-learn's exporter does behind a Cast to the type that its operand has, which a conversion takes out."""
+    text = "m (float[N,4] x) => (int64[N] y) { e = Relu(x) a = ArgMax<axis = 1>(e) y = Cast<to = 7>(a) }"
+    onnx.save(onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]> {text}'), tmp_path / "m.onnx")
+    status, out, error = run(capsys, "convert", tmp_path / "m.onnx", tmp_path / "half.onnx", "--check")
+    assert status == 0 and "onnx.checker refuses the file, and the model too: " in out and not error
+
+
 def test_what_the_checker_does_not_know_at_any_opset_is_no_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -313,7 +313,7 @@ def test_sequences_of_known_length_become_tensors() -> None:
     }"""
     after = converted(text)
     assert not any("Sequence" in kind for kind in types(after))
-    assert sum(node.op_type == "Cast" for node in after.graph.node) == 3, "one at each fp32 input and output"
+    assert not any(node.op_type == "Cast" for node in after.graph.node), "nothing computes"
 
 
 def test_a_shape_that_the_file_says_of_a_copy_stays_known() -> None:

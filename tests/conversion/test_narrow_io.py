@@ -8,6 +8,7 @@ import pytest
 
 import amp_transpiler as amp
 from tests.helpers.converting import filled
+from tests.helpers.sessions import session
 
 #: A cache that grows, whose sizes before and after are asked for, and which positions are not empty.
 GROWN = """k = Concat<axis = 1>(past, x) t = Transpose<perm = [0, 2, 1]>(k) s = MatMul(x, t) p = Softmax(s)
@@ -54,3 +55,12 @@ def test_what_computes_in_float32_is_given_float32() -> None:
     program = amp.convert(filled(text), keep_io=["e"], black_list=["Exp"])
     assert [op.outputs[0].name for op in program.operators if op.inserted] == ["past.cast_fp32"]
     assert [op.type for op, _ in program.var("past.cast_fp32").readers] == ["Exp"]
+
+
+def test_a_tensor_that_is_an_output_twice_becomes_16_bit_in_both_places() -> None:
+    model = filled("m (float[2,4] x) => (float[2,4] y, float[2,4] y) { y = Relu(x) }")
+    made = amp.convert(model, keep_io=False).to_onnx()
+    assert [output.name for output in made.graph.output] == ["y", "y"]
+    x = np.linspace(-1, 1, 8, dtype=np.float16).reshape(2, 4)
+    (y,) = session(made).run(["y"], {"x": x})
+    np.testing.assert_array_equal(y, np.maximum(x, 0))

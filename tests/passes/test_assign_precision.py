@@ -273,3 +273,29 @@ def test_masks_are_saturated_in_the_program() -> None:
     constraints = Constraints(replaced={program.var("low"): -65504.0})
     assign(program, amp.AutoMixedPrecisionLists(), "pure", constraints)
     assert float(np.asarray(onnx.numpy_helper.to_array(program.to_onnx().graph.initializer[0]))) == -65504.0
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("m (float[9,4] x) => (float[4,9] y) { t = Transpose(x) y = Identity(t) }", ["Transpose", "Identity"]),
+        ("m (float[4] x, float[4] z) => (float[8] y) { e = Exp(x) y = Concat<axis=0>(e, z) }", ["Exp", "Concat"]),
+        ("m (float[4] x, float[4] z) => (float[8] y) { e = Relu(x) y = Concat<axis=0>(e, z) }", []),
+        ("m (float[4] x, int64[2] i) => (float[2] y, float[4] r) { y = Gather(x, i) r = Relu(x) }", ["Gather"]),
+        ("m (int64[2] i) => (float[2,2] y) <float[2,2] w = {1, 2, 3, 4}> { y = Gather(w, i) }", []),
+    ],
+    ids=["alone", "behind what is fp32", "beside what computes", "of an input that others read", "of a table"],
+)
+def test_pure_16_bit_leaves_alone_what_only_hands_numbers_on(text: str, kept: list[str]) -> None:
+    """Two casts would bring nothing but a rounding."""
+    program, _ = assigned(text, "pure", custom_black_list=["Exp"])
+    full = [op.type for op in program.operators if op.precision == "float32" and not op.inserted]
+    assert full == kept
+
+
+def test_what_hands_16_bit_on_stays_in_it() -> None:
+    program = program_of(
+        "m (float[9,4] x, float[9,4] z) => (float[4,9] y, float[9,4] i) { y = Transpose(x) i = Identity(z) }"
+    )
+    assign(program, amp.AutoMixedPrecisionLists(), "pure", Constraints(), narrow_io=frozenset({"x", "y"}))
+    assert precisions(program) == {"Transpose": "float16", "Identity": "float32"}

@@ -9,7 +9,7 @@ import onnxruntime
 import pytest
 
 import amp_transpiler as amp
-from amp_transpiler.passes.numerics.comparisons import keep_comparisons
+from amp_transpiler.passes.numerics.comparisons import keep_comparisons, keep_equalities
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.view.flow import Flow
 
@@ -69,3 +69,37 @@ def test_places_of_maxima_that_are_found_by_comparing(black: list[str]) -> None:
     session = onnxruntime.InferenceSession(converted.SerializeToString(), providers=["CPUExecutionProvider"])
     np.testing.assert_array_equal(session.run(["at"], feeds)[0], exact)
     np.testing.assert_array_equal(onnx.reference.ReferenceEvaluator(converted).run(["at"], feeds)[0], exact)
+
+
+KINDS = "float[4] kinds = {1, 4001, 4003, 2049}, float missing = {-9999}, float none = {-2}, float lowest = {-3.4e38}"
+EQUALITIES = {
+    "kinds": ("m (float[9,1] x) => (bool[9,4] y) { y = Equal(x, kinds) }", {"y"}),
+    "what is missing": (
+        "m (float[9,2] x) => (float[2,9] z) { t = Transpose(x)  y = Equal(missing, t)  z = Where(y, none, t) }",
+        {"t", "y"},
+    ),
+    "a number that float16 holds": ("m (float[9,1] x) => (bool[9,1] y) { y = Equal(x, none) }", set()),
+    "a mask": ("m (float[9,1] x) => (bool[9,1] y) { y = Equal(x, lowest) }", set()),
+    "what is greater": ("m (float[9,1] x) => (bool[9,1] y) { y = Greater(x, missing) }", set()),
+}
+
+
+@pytest.mark.parametrize("name", EQUALITIES)
+def test_what_is_equal_to_a_number_that_float16_rounds(name: str) -> None:
+    text, expected = EQUALITIES[name]
+    program = amp.Program.from_onnx(onnx.parser.parse_model(HEAD + text.replace(" {", f" <{KINDS}> {{", 1)))
+    constraints = Constraints()
+    keep_equalities(Flow(program), "float16", constraints)
+    assert {getattr(op.outputs[0], "name", "") for op in constraints.operators} == expected
+
+
+@pytest.mark.parametrize("mode", ["pure", "mixed", "auto"])
+def test_kinds_are_told_apart_in_a_converted_file(mode: str) -> None:
+    text = f"""m (float[N,1] x) => (float[N,2] y) <{KINDS}, float[4,2] w = {{1, 2, 3, 4, 5, 6, 7, 8}}>
+      {{ e = Equal(x, kinds)  f = Cast<to = 1>(e)  y = MatMul(f, w) }}"""
+    model = onnx.parser.parse_model(HEAD + text)
+    x = np.array([[4000], [4001], [4003], [2048], [2049], [1]], np.float32)
+    converted = amp.convert(model, mode=mode)
+    for made in (converted.to_onnx(), converted.lower(amp.CPUPlace()).model):
+        run = onnxruntime.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"]).run
+        np.testing.assert_array_equal(run(None, {"x": x})[0], [[0, 0], [3, 4], [5, 6], [0, 0], [7, 8], [1, 2]])

@@ -70,6 +70,28 @@ def test_defaults_of_attributes_hold(source: str, sign: int) -> None:
     assert program.to_onnx() == model
 
 
+#: What a function of an older opset than the model's has: in the same form, and in another.
+OLDER = """g (float[4,4] x) => (float[4,4] y) { y = local.f(x) }
+<domain: "local", opset_import: ["" : 12]> f (p) => (q) { r = Relu(p)  q = %s(r) }"""
+
+
+def test_functions_of_another_opset_are_inlined_where_it_means_the_same() -> None:
+    model = onnx.parser.parse_model(HEADER + OLDER % "Tanh")
+    want = run(model, {"x": X})[0]
+    program = amp.convert(model, check=True)
+    assert [op.type for op in program.operators if not op.inserted] == ["Relu", "Tanh"]
+    assert program.conversion is not None and program.conversion.verdict is not None and program.conversion.verdict.met
+    np.testing.assert_allclose(run(program.to_onnx(), {"x": X})[0], want, atol=2e-3)
+
+
+def test_functions_of_another_opset_that_means_something_else_are_named() -> None:
+    model = onnx.parser.parse_model(HEADER + OLDER % "ReduceSum <axes = [0]>")
+    program = amp.Program.from_onnx(model)
+    with pytest.raises(amp.AmpError, match="'f' imports opset 12, program .* imports 17, and ReduceSum"):
+        inline_functions(program)
+    assert program.to_onnx() == model
+
+
 def test_weights_of_a_real_size_stay_what_they_are() -> None:
     """The inliner sees them without their content."""
     source = "g (float[4,64] x) => (float[4,64] y) <float[64,64] w> { h = MatMul(x, w)  y = local.leaky(h) }"

@@ -181,6 +181,13 @@ def test_an_untyped_variable_is_named() -> None:
     assert state(p) == before
 
 
+def test_an_operator_that_onnx_does_not_have_is_named_as_that() -> None:
+    """Exporters leave in a model what they cannot write in operators of ONNX (tf2onnx: Erfc, Expm1, Bucketize)."""
+    p = program("main (float[2,2] x) => (y) { m = MatMul(x, x) t = Erfc(m) y = Neg(t) }")
+    with pytest.raises(GraphError, match=r"'Erfc -> t' \(Erfc\) is none of ai.onnx"):
+        rewrite_program(p)
+
+
 def test_an_operator_of_a_later_opset_is_named() -> None:
     """An exporter that was asked for an opset beyond its own wrote later operators and declared its own."""
     p = program("main (float[2,2] x) => (float[2,2] y) <float[2,2] m> { m = MatMul(x, x) y = Swish(m) }")

@@ -62,6 +62,11 @@ def test_a_sum_sticks_and_overflows() -> None:
     assert np.isinf(_run(lowered, feeds)).all()
 
 
+def test_a_sum_of_nothing_is_none_of_rounded_parts() -> None:
+    feeds = {"a": np.ones((2, 0), np.float16), "b": np.ones((0, 3), np.float16)}
+    assert _run(lower(_program("MatMul", feeds), "cpu", arithmetic=PLAIN), feeds).tolist() == [[0.0] * 3] * 2
+
+
 def test_channels_that_a_kernel_reads_by_threes_are_padded() -> None:
     feeds = {"x": np.ones((1, 6, 8, 8), np.float16), "w": np.ones((8, 6, 3, 3), np.float16)}
     program = _program("Conv", feeds)

@@ -17,6 +17,7 @@ from amp_transpiler.ir.onnx_inference import ONNX_ERRORS
 from amp_transpiler.ir.onnx_out import weightless
 from amp_transpiler.ir.proto_residue import source_of
 from amp_transpiler.lists import plain_domain
+from amp_transpiler.passes.canonicalize.opset import keeps_form
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 
 
@@ -31,7 +32,7 @@ def inline_functions(program: Graph) -> bool:
     if not program.info.functions:
         return False
     written = weightless(program)
-    _import_alike(written)
+    _import_alike(written, program)
     _give_defaults(written)
     try:
         model = onnx.inliner.inline_local_functions(written)
@@ -54,14 +55,33 @@ def inline_functions(program: Graph) -> bool:
     return True
 
 
-def _import_alike(model: onnx.ModelProto) -> None:
-    """Let all import one version of a domain of functions, where none means anything: the inliner leaves a function as
-    it is that imports another one than the model does."""
+def _import_alike(model: onnx.ModelProto, program: Graph) -> None:
+    """Let all import one version of a domain where that means the same, as it does of domains of functions: the inliner
+    leaves a function as it is that imports another one than the model does. GraphError where it means something else.
+    """
     own = {function.domain for function in model.functions} - {schema.domain for schema in onnx.defs.get_all_schemas()}
     versions: dict[str, int] = {}
     for imported in [*model.opset_import, *(each for f in model.functions for each in f.opset_import)]:
         if imported.domain in own:
             imported.version = versions.setdefault(imported.domain, imported.version)
+    version = program.info.opsets.get("")
+    if version is None:
+        return
+    for function in model.functions:
+        for imported in function.opset_import:
+            if not plain_domain(imported.domain) and imported.version != version:
+                _check_forms(function, imported.version, version, program)
+                imported.version = version
+
+
+def _check_forms(function: onnx.FunctionProto, version: int, target: int, program: Graph) -> None:
+    for node in every_node(function.node):
+        if not plain_domain(node.domain) and not keeps_form(node.op_type, version, target):
+            raise GraphError(
+                f"function '{function.name}' imports opset {version}, program '{program.name}' imports {target}, and "
+                f"{node.op_type}, which the function has, is written in another way there; export the model with one "
+                "opset for all"
+            )
 
 
 def _give_defaults(model: onnx.ModelProto) -> None:

@@ -70,6 +70,14 @@ def _is_later(op: Operator, version: int, target: int) -> bool:
     return (_since(op.type, version) or 0) > (_since(op.type, target) or 0)
 
 
+def keeps_form(kind: str, version: int, target: int) -> bool:
+    """Whether ai.onnx takes a type of operator at the opset ``target`` as it was written at ``version``."""
+    old, new = _since(kind, version), _since(kind, target)
+    if old == new or old is None:  # written by onnxruntime before ONNX had it, or a function's own name
+        return True
+    return new is not None and old < new and not any(old < upto <= target for upto, _ in ADAPTERS.get(kind, ()))
+
+
 def can_convert(program: Graph, target: int) -> bool:
     """Whether the opset ``target``, an earlier one, has a form of every operator."""
     version = program.opset()

@@ -193,6 +193,8 @@ class Kernels:
         how = self.arithmetic.emulated(full_type, first.dtype, how) if rule is not None else ""
         if rule is None or not how:
             return None
-        given = len(kinds) == 1 and None not in (*(v.shape for v in inputs if v is not None), shape)
+        read = [v.shape for v in inputs if v is not None]
+        given = len(kinds) == 1 and None not in (*read, shape)
+        given = given and all(0 not in each for each in read if each is not None)  # of nothing no sum is rounded
         summed = rule(e, Summed(how, attrs, shape or ()), *inputs) if given else None
         return None if summed is None else (summed,)

@@ -16,9 +16,14 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS, SHORT
 from amp_transpiler.lists import AutoMixedPrecisionLists
-from amp_transpiler.passes.numerics.comparisons import keep_comparisons
+from amp_transpiler.passes.numerics.comparisons import keep_comparisons, keep_equalities
 from amp_transpiler.passes.numerics.constraints import Constraints
-from amp_transpiler.passes.numerics.fed_angles import keep_angles, keep_fed_logarithms
+from amp_transpiler.passes.numerics.fed_angles import (
+    keep_angles,
+    keep_fed_differences,
+    keep_fed_logarithms,
+    keep_fed_scores,
+)
 from amp_transpiler.passes.numerics.integer_valued import keep_integer_valued
 from amp_transpiler.passes.numerics.near_one import keep_near_one
 from amp_transpiler.passes.numerics.overflow_rules import apply_overflow_rules
@@ -49,8 +54,11 @@ def known_constraints(
     keep_angles(program, flow, ranges, constraints)
     if dtype == "float16":
         keep_fed_logarithms(program, flow, ranges, constraints)
+    keep_fed_scores(program, flow, dtype, constraints)
+    keep_fed_differences(program, flow, constraints)
     keep_running_sums(flow, constraints)
     keep_comparisons(flow, constraints)
+    keep_equalities(flow, dtype, constraints)
     keep_quantised(program, constraints)
     apply_overflow_rules(program, dtype, ranges, constraints, flow)
     return constraints

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import FULL as KEPT
 from amp_transpiler.ir.nodes import FORWARD, Operator, Variable
+from amp_transpiler.ir.opdef import combined, moves
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import SHORT
 from amp_transpiler.lists import AutoMixedPrecisionLists, faults
@@ -26,6 +27,7 @@ from amp_transpiler.passes.precision.casts import apply
 from amp_transpiler.passes.precision.rules import BLACK, Decision, Rules, check_program, own_cast
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.names import source
+from amp_transpiler.passes.view.reached import reached
 from amp_transpiler.passes.view.typing import by_shapes, declared, is_float
 
 #: Operators whose choice depends on more than the element types of their slots.
@@ -74,7 +76,7 @@ def assign(
     Raises: what :func:`.rewrite.rewrite_program` raises.
     """
     check_program(program, lists, "convert", names_must_exist=False)
-    choices = _Choices(program, lists, mode, constraints, outside)
+    choices = _Choices(program, lists, mode, constraints, outside, narrow_io)
     decisions = choices.collect()
     free: list[Operator | Boundary] = [op for op, choice in decisions.items() if isinstance(choice, Free)]
     free += choices.boundaries
@@ -112,9 +114,10 @@ class _Choices(Rules):
         mode: str,
         constraints: Constraints | None,
         outside: Callable[[Operator], Reason | None] | None,
+        narrow_io: frozenset[str],
     ) -> None:
         super().__init__(program, lists)
-        self.mode, self.constraints, self.outside = mode, constraints, outside
+        self.mode, self.constraints, self.outside, self.narrow_io = mode, constraints, outside, narrow_io
         #: The choices of operators that are told apart by type and element types alone; None where shapes or attributes
         #: matter too.
         self.alike: dict[tuple[str | None, ...], Decision | Free | None] = {}
@@ -136,7 +139,7 @@ class _Choices(Rules):
             if op.attrs.programs:
                 self.decisions[op] = choice.full if isinstance(choice, Free) else choice
         self._free_dequantised(found)
-        if self.mode == "mixed":
+        if self.mode != "auto":
             self._bind_isolated(found)
         return found
 
@@ -224,22 +227,28 @@ class _Choices(Rules):
                     found[op] = Free(choice, self.full(op, self.cheaper))
 
     def _bind_isolated(self, found: dict[Operator, Decision | Free]) -> None:
-        """Leave gray operators unchanged that are isolated: no chain of gray ones joins them to a 16-bit operator."""
-        joined: set[Operator] = set()
+        """Leave free operators unchanged that no chain of free ones joins to what 16 bit is for: in mode "mixed" to an
+        operator that is bound to it, in "pure" to one that does more than hand numbers on, as from input to output."""
         edges = _neighbours(found)
-        stack = [
-            op
-            for op, choice in found.items()
-            if isinstance(choice, Decision) and choice.precision == self.dtype and not op.attrs.programs
-        ]
-        while stack:
-            for near in edges.get(stack.pop(), ()):
-                if near not in joined and isinstance(found[near], Free):
-                    joined.add(near)
-                    stack.append(near)
+        seeds = [op for op, choice in found.items() if self._is_seed(op, choice)]
+        joined = set(reached(seeds, lambda op: (near for near in edges.get(op, ()) if isinstance(found[near], Free))))
         for op, choice in found.items():
             if isinstance(choice, Free) and op not in joined:
                 found[op] = self.full(op, Reason(Kind.NO_NEIGHBOUR)) if op.full_type != "Cast" else choice.full
+
+    def _is_seed(self, op: Operator, choice: Decision | Free) -> bool:
+        half = isinstance(choice, Free) or choice.precision == self.dtype
+        if self.mode == "mixed":
+            return half and isinstance(choice, Decision) and not op.attrs.programs
+        return half and not self._hands_on(op)
+
+    def _hands_on(self, op: Operator) -> bool:
+        """Whether the operator only hands fp32 numbers on that the main graph is given or makes: none that the program
+        holds, and none that is an input or an output in 16 bit."""
+        if op.program.parent is not None or not moves(op) or combined(op) != "none":
+            return False
+        numbers = [v for v in (*op.inputs, *op.outputs) if v is not None and is_float(v)]
+        return not any(v.dtype == self.dtype or constants.is_constant(v) or v.name in self.narrow_io for v in numbers)
 
 
 def _dequantises(op: Operator, choice: Decision | Free | None) -> bool:

@@ -259,6 +259,11 @@ def _untyped(variable: Variable) -> GraphError:
     producer = variable.producer
     if producer is not None:
         infer_operator(producer, Declared())
+        if not producer.domain and first_opset(producer.type, "") is None:
+            return GraphError(
+                f"operator '{producer.label}' ({producer.type}) is none of ai.onnx: its exporter left it as it was, "
+                "and no runtime loads the model; export what it computes in other operators"
+            )
     made = f", made by '{producer.label}' ({producer.full_type})" if producer is not None else ""
     return GraphError(
         f"program '{variable.program.name}': variable '{variable.name}'{made} has no element type, so that its "
