@@ -83,7 +83,8 @@ def nearest_resize(
     if d.rank(x) < 3:
         raise d.error("its input has no axes besides batch and channels")
     mode, rounding = op.attrs.get("coordinate_transformation_mode", "half_pixel"), op.attrs.get("nearest_mode")
-    repeats = (mode == "asymmetric" and rounding == "floor") or (mode == "half_pixel" and rounding != "ceil")
+    middle = mode == "half_pixel" and rounding not in ("ceil", "floor")
+    repeats = middle or (mode == "asymmetric" and rounding == "floor")
     if op.attrs.get("mode", "nearest") != "nearest" or not repeats:
         raise d.error("it does not repeat rows and columns")
     factors = _repeats(d, op, x, scales)
