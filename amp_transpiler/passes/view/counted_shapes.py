@@ -29,14 +29,13 @@ def counted_shapes(program: Graph) -> Callable[[Variable], Shape | None]:
     """
     if all(static(v.shape) is not None for v in program.inputs):
         return attrgetter("shape")
-    return _Counted(program)
+    return _Counted()
 
 
 class _Counted:
     """The shapes of a program for inputs of nominal sizes; inferred when the first open one is asked for."""
 
-    def __init__(self, program: Graph) -> None:
-        self.program = program
+    def __init__(self) -> None:
         self.known: dict[Graph, Shapes | None] = {}
 
     def __call__(self, variable: Variable) -> Shape | None:
