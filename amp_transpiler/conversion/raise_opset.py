@@ -19,7 +19,7 @@ from amp_transpiler.ir.kernel_cost import moved_bytes
 from amp_transpiler.ir.nodes import Operator, Variable, origin
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.lists import TARGET_OPSET, USUAL_PLACE, has_kernel, place_traits
-from amp_transpiler.ops.place_gaps import LOST
+from amp_transpiler.ops.place_gaps import LACKING, LOST
 from amp_transpiler.passes.canonicalize.fuse_norm import MEANS, fuse_layer_norms, has_layer_norms
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.numerics.quantised import loads_at
@@ -64,6 +64,9 @@ def raise_for(
     def able(name: str, dtype: str, opset: int, domain: str = "") -> bool:
         return not bound(name) and kernels(name, dtype, opset, domain)
 
+    def moved(trial: Graph) -> int:
+        return _traffic(trial, dtype, able, {kind for kind in _formed(trial, dtype, able) if not bound(kind)})
+
     targets = [target for target in _targets(program, dtype, able) if target > own]
     if not targets:
         return ""
@@ -81,7 +84,7 @@ def raise_for(
         lost = _lost(program, trial, copy, kernels) if target > TARGET_OPSET and found > count else []
         changed = _write_out(copy, [kind for kind in lost if kind not in kept])
         lost = [kind for kind in lost if kind not in changed]
-        dearer = changed and not lost and _traffic(copy, dtype, able) >= _traffic(trial, dtype, able)
+        dearer = changed and not lost and moved(copy) >= moved(trial)
         if found > count and not lost and not dearer:
             best, count, trial, written = target, found, copy, changed
         elif found > count:
@@ -141,8 +144,21 @@ def _targets(program: Graph, dtype: str, has: _HasKernel) -> tuple[int, ...]:
     return (target, _LATER) if dtype == "bfloat16" and later == TARGET_OPSET else (target,)
 
 
-def _traffic(program: Graph, dtype: str, has: _HasKernel) -> int:
-    """Bytes that operators and casts move in a least assignment of ``dtype`` to those that can run in it."""
+def _formed(program: Graph, dtype: str, has: _HasKernel) -> list[str]:
+    """Types of operators that are written in others which have kernels, as far as products have them."""
+    opset = program.opset()
+    formed = [
+        kind
+        for kind, form in LACKING.items()
+        if opset >= form.opset and all(has(part, dtype, opset) for part in form.parts)
+    ]
+    products = [op.type in formed or _is_able(op, dtype, has) for op in program.walk() if traits_of(op).product]
+    return formed if 2 * sum(products) >= len(products) else []
+
+
+def _traffic(program: Graph, dtype: str, has: _HasKernel, formed: Collection[str]) -> int:
+    """Bytes that operators and casts move in a least assignment of ``dtype`` to those that can run in it, or that are
+    ``formed`` of such."""
     shape_of = counted_shapes(program)
 
     def moved(op: Operator, narrow: str) -> int:
@@ -157,7 +173,8 @@ def _traffic(program: Graph, dtype: str, has: _HasKernel) -> int:
     for op in program.walk():
         if op.type in _APART or traits_of(op).shape_only:
             continue
-        number: int | bool = len(costs) if _is_able(op, dtype, has) else FULL
+        able = _is_able(op, dtype, has) or (op.type in formed and not op.domain)
+        number: int | bool = len(costs) if able else FULL
         if number is FULL:
             bound += moved(op, "float32")
         else:

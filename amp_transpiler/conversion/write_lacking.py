@@ -31,8 +31,9 @@ class WriteLacking(Pass):
         options = context[OPTIONS]
         names, keep = protected(graph, options)
         lacking = _lacking(graph.opset(), options)
-        products = [_lacks(op.full_type, graph.opset(), options) for op in graph.walk() if traits_of(op).product]
-        if 2 * sum(products) > len(products):
+        products = [op.full_type for op in graph.walk() if traits_of(op).product]
+        wide = [kind not in lacking and _lacks(kind, graph.opset(), options) for kind in products]
+        if 2 * sum(wide) > len(wide):
             return
         listed = listed_inputs(graph)  # for which a caller may give others
         before = graph.version

@@ -60,6 +60,16 @@ def test_open_sizes_weigh_by_what_strides_leave(sizes: str, behind: bool, expect
     assert program.opset() == expected
 
 
+def test_what_is_written_in_others_counts_as_these() -> None:
+    """A decoder of transposed convolutions and instance norms: both have forms where convolutions take bfloat16."""
+    text = """m (float[1,8,H,W] x) => (float[1,8,B,C] y) <float[8,8,3,3] k, float[8,8,2,2] u, float[8] s, float[8] b>
+        { a = Conv<pads=[1,1,1,1]>(x, k) n = InstanceNormalization(a, s, b) c = ConvTranspose<strides=[2,2]>(n, u)
+        m = InstanceNormalization(c, s, b) y = ConvTranspose<strides=[2,2]>(m, u) }"""
+    program = amp.Program.from_onnx(filled(f'<ir_version: 10, opset_import: ["" : 17]>\n{text}'))
+    raise_for(program, "bfloat16")
+    assert program.opset() == 22
+
+
 def test_float16_stays_where_it_is() -> None:
     program = program_of(CONV.replace("TAIL", "Neg(b)"), 9)
     assert raise_for(program, "float16") == "" and program.opset() == 9

@@ -50,3 +50,14 @@ def test_a_norm_without_a_convolution_is_a_sum_and_a_product() -> None:
     assert not {v.name for v in program.variables} & {"s", "b", "mu", "v"}, "unused weights go"
     x = np.random.default_rng(0).standard_normal((1, 4, 8, 8), np.float32)
     assert off(faithful(program, {"x": x})[0], session(model).run(None, {"x": x})[0]) < 0.005
+
+
+def test_transposed_convolutions_that_are_written_as_convolutions_are_products_in_bfloat16() -> None:
+    model = filled(
+        '<ir_version: 8, opset_import: ["" : 22]> m (float[1,4,H,W] x) => (float[1,4,A,B] y) <float[4,4,2,2] w>'
+        " { r = ConvTranspose<strides=[2,2]>(x, w) y = LeakyRelu(r) }"
+    )
+    program = amp.convert(model, dtype="bfloat16")
+    assert {op.type: op.precision for op in program.operators}["Conv"] == "bfloat16"
+    x = np.random.default_rng(0).standard_normal((1, 4, 5, 6), np.float32)
+    assert off(faithful(program, {"x": x})[0], session(model).run(None, {"x": x})[0]) < 0.01
