@@ -9,6 +9,7 @@ from functools import cache, partial
 from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions
 from amp_transpiler.conversion.io_types import io_to_narrow
 from amp_transpiler.conversion.protected import protected
+from amp_transpiler.conversion.write_lacking import formed
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.annotate import annotate
 from amp_transpiler.ir.clone import clone
@@ -19,7 +20,7 @@ from amp_transpiler.ir.kernel_cost import moved_bytes
 from amp_transpiler.ir.nodes import Operator, Variable, origin
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.lists import TARGET_OPSET, USUAL_PLACE, has_kernel, place_traits
-from amp_transpiler.ops.place_gaps import LACKING, LOST
+from amp_transpiler.ops.place_gaps import LOST
 from amp_transpiler.passes.canonicalize.fuse_norm import MEANS, fuse_layer_norms, has_layer_norms
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.numerics.quantised import loads_at
@@ -65,7 +66,7 @@ def raise_for(
         return not bound(name) and kernels(name, dtype, opset, domain)
 
     def moved(trial: Graph) -> int:
-        return _traffic(trial, dtype, able, {kind for kind in _formed(trial, dtype, able) if not bound(kind)})
+        return _traffic(trial, dtype, able, formed(trial, dtype, place, bound))
 
     targets = [target for target in _targets(program, dtype, able) if target > own]
     if not targets:
@@ -142,18 +143,6 @@ def _targets(program: Graph, dtype: str, has: _HasKernel) -> tuple[int, ...]:
     if own < _LAYER_NORM and kinds.intersection(MEANS) and has_layer_norms(program):
         target = max(target, _LAYER_NORM)
     return (target, _LATER) if dtype == "bfloat16" and later == TARGET_OPSET else (target,)
-
-
-def _formed(program: Graph, dtype: str, has: _HasKernel) -> list[str]:
-    """Types of operators that are written in others which have kernels, as far as products have them."""
-    opset = program.opset()
-    formed = [
-        kind
-        for kind, form in LACKING.items()
-        if opset >= form.opset and all(has(part, dtype, opset) for part in form.parts)
-    ]
-    products = [op.type in formed or _is_able(op, dtype, has) for op in program.walk() if traits_of(op).product]
-    return formed if 2 * sum(products) >= len(products) else []
 
 
 def _traffic(program: Graph, dtype: str, has: _HasKernel, formed: Collection[str]) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions
 from amp_transpiler.conversion.protected import converted, protected
 from amp_transpiler.errors import GraphError
@@ -25,16 +28,12 @@ class WriteLacking(Pass):
     needs = (Property.TYPED, Property.CONSTANTS, OPTIONS)
 
     def applies(self, graph: Graph, context: Context) -> bool:
-        return bool(_lacking(graph.opset(), context[OPTIONS])) and not converted(graph)
+        return bool(_formed(graph, context[OPTIONS])) and not converted(graph)
 
     def run(self, graph: Graph, context: Context) -> None:
         options = context[OPTIONS]
+        lacking = _formed(graph, options)
         names, keep = protected(graph, options)
-        lacking = _lacking(graph.opset(), options)
-        products = [op.full_type for op in graph.walk() if traits_of(op).product]
-        wide = [kind not in lacking and _lacks(kind, graph.opset(), options) for kind in products]
-        if 2 * sum(wide) > len(wide):
-            return
         listed = listed_inputs(graph)  # for which a caller may give others
         before = graph.version
         for each in programs(graph):
@@ -52,17 +51,24 @@ class WriteLacking(Pass):
             remove_dead(graph, names, keep)
 
 
-def _lacking(opset: int, options: ConversionOptions) -> list[str]:
-    """Types of operators of which the place lacks a kernel, but not of what they are written in."""
-    return [
+def _formed(graph: Graph, options: ConversionOptions) -> list[str]:
+    return formed(graph, options.dtype, options.kind, options.binds_full)
+
+
+def formed(graph: Graph, dtype: str, place: str, bound: Callable[[str], bool]) -> list[str]:
+    """Types of operators of which the place has no kernel, but of what they are written in; none where it has none of
+    most products either. ``bound``: of which operators lists say that they run in fp32 anyway."""
+    opset = graph.opset()
+
+    @cache
+    def lacks(kind: str) -> bool:
+        return unsupported_reason(kind, dtype, opset, place) is not None
+
+    found = [
         kind
         for kind, form in LACKING.items()
-        if opset >= form.opset
-        and not options.binds_full(kind)
-        and _lacks(kind, opset, options)
-        and not any(_lacks(part, opset, options) for part in form.parts)
+        if opset >= form.opset and not bound(kind) and lacks(kind) and not any(map(lacks, form.parts))
     ]
-
-
-def _lacks(kind: str, opset: int, options: ConversionOptions) -> bool:
-    return unsupported_reason(kind, options.dtype, opset, options.kind) is not None
+    products = [op.full_type for op in graph.walk() if traits_of(op).product] if found else []
+    wide = [kind not in found and lacks(kind) for kind in products]
+    return found if 2 * sum(wide) <= len(wide) else []
