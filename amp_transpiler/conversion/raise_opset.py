@@ -145,9 +145,9 @@ def _targets(program: Graph, dtype: str, has: _HasKernel) -> tuple[int, ...]:
     return (target, _LATER) if dtype == "bfloat16" and later == TARGET_OPSET else (target,)
 
 
-def _traffic(program: Graph, dtype: str, has: _HasKernel, formed: Collection[str]) -> int:
-    """Bytes that operators and casts move in a least assignment of ``dtype`` to those that can run in it, or that are
-    ``formed`` of such."""
+def _traffic(program: Graph, dtype: str, has: _HasKernel, replaced: Collection[str]) -> int:
+    """Bytes that operators and casts move in a least assignment of ``dtype`` to those that can run in it, or whose type
+    is ``replaced`` by such."""
     shape_of = counted_shapes(program)
 
     def moved(op: Operator, narrow: str) -> int:
@@ -162,7 +162,7 @@ def _traffic(program: Graph, dtype: str, has: _HasKernel, formed: Collection[str
     for op in program.walk():
         if op.type in _APART or traits_of(op).shape_only:
             continue
-        able = _is_able(op, dtype, has) or (op.type in formed and not op.domain)
+        able = _is_able(op, dtype, has) or (op.type in replaced and not op.domain)
         number: int | bool = len(costs) if able else FULL
         if number is FULL:
             bound += moved(op, "float32")

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 
 from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.tensors import SMALL
 
 
 def evaluated(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -23,7 +24,8 @@ def evaluated(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> np.nda
 def fold(op: Operator, values: list[np.ndarray]) -> np.ndarray | None:
     """Run one small operator in the reference evaluator; None where that cannot. Do not write to the result."""
     attrs = tuple(proto.SerializeToString(deterministic=True) for proto in op.attrs.protos())
-    run = _folded.__wrapped__ if any(array.dtype.hasobject for array in values) else _folded
+    kept = all(array.size <= SMALL and not array.dtype.hasobject for array in values)
+    run = _folded if kept else _folded.__wrapped__
     read = tuple(map(_Read, values))
     return run(op.type, op.domain, op.program.opset(op.domain), attrs, tuple(v is not None for v in op.inputs), read)
 

@@ -299,9 +299,7 @@ def test_functions_are_inlined(mode: str, dtype: str) -> None:
 def test_functions_that_cannot_be_inlined_stay_and_are_noted() -> None:
     model = text(FUNCTIONS)
     model.functions[0].opset_import[0].version = 12
-    model.functions[0].node.add(
-        op_type="Squeeze", input=["p"], output=["squeezed"]
-    )  # written in another way from 13 on
+    model.functions[0].node.add(op_type="Squeeze", input=["p"], output=["squeezed"])  # has another form from 13 on
     program = amp.convert(model)
     assert list(program.to_onnx().functions) == list(model.functions)
     assert "functions stay as they are" in program.conversion.notes[0]

@@ -93,7 +93,8 @@ def proved(name: str, program: amp.Program, dtype: str, feed: dict[str, Any], ex
 
 @pytest.mark.parametrize(("mode", "dtype"), list(NAMED))
 def test_node(mode: str, dtype: str) -> None:
-    """Pure float16 takes all cases, where they only hand numbers on with inputs and outputs of its own. The modes that choose operators by what it and the lists do take every other one.
+    """Pure float16 takes all cases, where they only hand numbers on with inputs and outputs of its own. The modes that
+    choose operators by what it and the lists do take every other one.
 
     An operator written out as its function is thirty nodes of operators that have cases of their own: of those each
     other mode takes a quarter, no two of them the same.
