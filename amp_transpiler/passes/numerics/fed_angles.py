@@ -1,135 +1,48 @@
 """Angles of positions and times: 16 bit holds one of 1000 to half a radian, and its sine may then be any number.
 
-Backwards from sines and cosines, through what moves numbers, elementwise arithmetic, and products that sum hardly
-anything (times and their frequencies, coordinates and a matrix of directions), where all of that comes of inputs,
-integers, constants and weights alone: prompts, time steps, rotary positions, Fourier features. What a layer computes
-was rounded before, and its sine is an activation, which may be 16 bit. So may the sine of what is proved to be no more
-than half a turn. Remainders are phases too: the hour of the day, of hours that were counted.
+So what computes the operands of sines and cosines is kept where these are given (:attr:`.Fed.given`): prompts, time
+steps, rotary positions, Fourier features. The sine of what is proved to be no more than half a turn may be 16 bit.
+Remainders are phases too: the hour of the day, of hours that were counted.
 
 Likewise logarithms, which are taken of what is of any size: counts, incomes, energies. float16 ends at 65504 and 6e-8.
-
-And standard scores of what lies far from 0 beside its spread: years, prices, pressures. 16 bit holds 1990 to 0.5, or
-to 4, and what is left of it less the mean is a few of these. So are differences between what is fed, as of prices of
-two days: 16 bit rounds them off before they are made, and as many bytes are moved where they are made first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
 
-import numpy as np
-
-from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.opdef import moves, traits_of
-from amp_transpiler.ir.reasons import Kind, Reason
-from amp_transpiler.ir.tensors import as_array
-from amp_transpiler.ir.types import FLOATS, LIMITS
-from amp_transpiler.ops.einsum import labels_of
+from amp_transpiler.ir.opdef import traits_of
+from amp_transpiler.ir.reasons import Kind
+from amp_transpiler.ir.types import LIMITS
 from amp_transpiler.passes.numerics.constraints import Constraints
+from amp_transpiler.passes.numerics.fed import Fed, held
 from amp_transpiler.passes.numerics.ranges import Ranges
-from amp_transpiler.passes.numerics.weight_norms import summed_axes
-from amp_transpiler.passes.view.constants import content
 from amp_transpiler.passes.view.flow import Flow
 
-#: Terms of a sum: the coordinates of a place.
-_FEW = 4
-#: Deviations by which a standard score may be off.
-_OFF = 0.01
 
-
-def keep_angles(program: Graph, flow: Flow, ranges: Ranges, constraints: Constraints) -> None:
-    """Add to ``constraints`` the sines, cosines and remainders of such angles, and what computes the angles.
-
-    What an earlier conversion did to the program makes no difference. Linear in its size.
-    """
-    if {"Mod", "Floor"} & flow.kinds.keys() or any(kind.periodic for kind in flow.kinds.values()):
+def keep_angles(fed: Fed, ranges: Ranges, constraints: Constraints) -> None:
+    """Add to ``constraints`` the sines, cosines and remainders of such angles, and what computes the angles."""
+    kinds = fed.flow.kinds
+    if {"Mod", "Floor"} & kinds.keys() or any(kind.periodic for kind in kinds.values()):
 
         def is_angle(op: Operator, variable: Variable) -> bool:
-            return _is_phase(op, flow) and not ranges.within(variable, math.pi)
+            return _is_phase(op, fed.flow) and not ranges.within(variable, math.pi)
 
-        _keep(program, flow, constraints, Kind.ANGLE, is_angle)
+        fed.keep(constraints, Kind.ANGLE, fed.given, is_angle)
 
 
-def keep_fed_logarithms(program: Graph, flow: Flow, ranges: Ranges, constraints: Constraints) -> None:
+def keep_fed_logarithms(fed: Fed, ranges: Ranges, constraints: Constraints) -> None:
     """Add to ``constraints`` the logarithms of what is fed and may leave float16, and what computes their operands."""
-    if "Log" in flow.kinds:
+    if "Log" in fed.flow.kinds:
         limits = LIMITS["float16"]
 
         def may_leave(op: Operator, variable: Variable) -> bool:
             low, high = ranges.bound(variable) or (0.0, math.inf)
             leaves = high > limits.largest or 0 < low < limits.normal
-            return op.full_type == "Log" and leaves and not _held(variable)
+            return op.full_type == "Log" and leaves and not held(variable)
 
-        _keep(program, flow, constraints, Kind.FED_LOGARITHM, may_leave)
-
-
-def keep_fed_scores(program: Graph, flow: Flow, dtype: str, constraints: Constraints) -> None:
-    """Add to ``constraints`` the standard scores of what is fed that 16 bit would put off by more than :data:`_OFF`
-    deviations where it holds the mean, and what computes what is scored."""
-    rounding = LIMITS[dtype].epsilon / 2
-
-    def is_off(op: Operator, variable: Variable) -> bool:
-        found = _mean_and_spread(op, flow)
-        if found is None:
-            return False
-        with np.errstate(all="ignore"):
-            off = np.abs(np.divide(*found)) * rounding
-        return bool((off[np.isfinite(off)] > _OFF).any())
-
-    if any(kind in flow.kinds for kind in ("BatchNormalization", "Sub", "Add")):
-        _keep(program, flow, constraints, Kind.FED_SCORE, is_off)
-
-
-def keep_fed_differences(program: Graph, flow: Flow, constraints: Constraints) -> None:
-    """Add to ``constraints`` the differences between elements of inputs, and what moves these."""
-    if "Sub" not in flow.kinds:
-        return
-    elements = {v for v in program.inputs if v.dtype in FLOATS}
-    for op, _, read in flow.steps:
-        if moves(op) and not op.attrs.programs and all(v in elements for v in read if v is not None):
-            elements.update(v for v in op.outputs if v is not None)
-
-    def is_difference(op: Operator, variable: Variable) -> bool:
-        return op.full_type == "Sub" and variable in elements and flow.inputs[op][1] in elements - {variable}
-
-    _keep(program, flow, constraints, Kind.FED_DIFFERENCE, is_difference)
-
-
-def _mean_and_spread(op: Operator, flow: Flow) -> tuple[Any, Any] | None:
-    """The mean and the deviation of which the operator makes standard scores, up to their signs; None where it makes
-    something else."""
-    read = flow.inputs[op]
-    if op.full_type == "BatchNormalization":
-        mean, variance = (_numbers(v) for v in read[3:5])
-        return None if mean is None or variance is None else (mean, np.sqrt(variance + op.attrs.get("epsilon", 1e-5)))
-    maker = read[0].producer if op.full_type in ("Div", "Mul") and read[0] is not None else None
-    if maker is None or maker.full_type not in ("Sub", "Add"):
-        return None
-    mean, spread = _numbers(flow.inputs[maker][1]), _numbers(read[1])
-    if mean is None or spread is None:
-        return None
-    return mean, spread if op.full_type == "Div" else 1 / spread
-
-
-def _numbers(variable: Variable | None) -> Any:
-    data = None if variable is None else content(variable)
-    return None if data is None else as_array(data).astype(np.float64)
-
-
-def _keep(
-    program: Graph, flow: Flow, constraints: Constraints, kind: Kind, taken: Callable[[Operator, Variable], bool]
-) -> None:
-    """Keep the operators of which ``taken`` holds for their operand, where that is given, and what computes it."""
-    given, wanted = _given(program, flow), set[Variable]()
-    for op, _, read in reversed(flow.steps):
-        operand = read[0] if read else None
-        found = operand is not None and (operand in given or _held(operand)) and taken(op, operand)
-        if found or any(v in wanted and v in given for v in op.outputs if v is not None):
-            constraints.keep(op, Reason(kind))
-            wanted.update(v for v in read if v is not None)
+        fed.keep(constraints, Kind.FED_LOGARITHM, fed.given, may_leave)
 
 
 def _is_phase(op: Operator, flow: Flow) -> bool:
@@ -139,38 +52,3 @@ def _is_phase(op: Operator, flow: Flow) -> bool:
         maker = whole.producer if whole is not None else None
         return maker is not None and maker.full_type == "Floor" and flow.inputs[maker][0] is angle
     return traits_of(op).periodic or op.full_type == "Mod"
-
-
-def _held(variable: Variable) -> bool:
-    """Whether the program holds it."""
-    return variable.persistable or variable.data is not None
-
-
-def _given(program: Graph, flow: Flow) -> set[Variable]:
-    """The inputs, and what is computed of nothing but them, constants and weights, as angles are."""
-    given = {v for v in program.inputs if v.dtype in FLOATS}
-    for op, _, read in flow.steps:
-        operands = [v for v in read if v is not None]
-        if operands and not (moves(op) or traits_of(op).elementwise or _sums_few(op, operands)):
-            continue
-        if not op.attrs.programs and all(v in given or _held(v) for v in operands):
-            given.update(v for v in op.outputs if v is not None)
-    return given
-
-
-def _sums_few(op: Operator, operands: Sequence[Variable]) -> bool:
-    """Whether it is a product, each of whose results adds up a few terms at most."""
-    if op.full_type == "Einsum":
-        shapes = [v.shape for v in operands if v.shape is not None]
-        if len(shapes) < len(operands):
-            return False
-        terms, result = labels_of(op.attrs["equation"], [len(shape) for shape in shapes])
-        axes = [axis for pair in zip(terms, shapes, strict=True) for axis in zip(*pair, strict=True)]
-        return _few([size for label, size in dict(axes).items() if label not in result])
-    summed, weights = summed_axes(op), op.input(1)
-    return summed is not None and weights is not None and _few([(weights.shape or ())[axis] for axis in summed])
-
-
-def _few(sizes: Sequence[int | str | None]) -> bool:
-    known = [size for size in sizes if isinstance(size, int)]
-    return len(known) == len(sizes) and math.prod(known) <= _FEW
