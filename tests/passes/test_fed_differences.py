@@ -47,7 +47,8 @@ def test_standard_scores_of_what_is_fed(name: str, dtype: str) -> None:
 
 
 DAYS = """int64[1] first = {0}, int64[1] second = {1}, int64[1] last = {-1}, int64[1] end = {9}, int64[1] axes = {1},
-  float one = {1}, float half = {0.5}, float[9] scale = {1, 1, 1, 1, 1, 1, 1, 1, 1}, float[9] bias = {0, 0, 0, 0, 0, 0, 0, 0, 0}"""
+  float one = {1}, float half = {0.5}, float[9] seen = {1, 0, 1, 0, 0, 0, 0, 0, 0},
+  float[9] some = {0.5, 0, 0.25, 0, 0, 0, 0, 0, 0}, float[9] scale = {1, 1, 1, 1, 1, 1, 1, 1, 1}, float[9] bias = {0, 0, 0, 0, 0, 0, 0, 0, 0}"""
 DIFFERENCES = {
     "two inputs": ("d = Sub(x, z)", {"d"}),
     "two days": ("a = Slice(x, second, end, axes)  b = Slice(x, first, last, axes)  d = Sub(a, b)", {"a", "b", "d"}),
@@ -56,11 +57,19 @@ DIFFERENCES = {
         "k = Mul(x, w)  s = ReduceSum(k, axes)  n = ReduceSum(w, axes)  m = Div(s, n)  d = Sub(x, m)",
         {"k", "s", "n", "m", "d"},
     ),
+    "a series and its mean where a mask is held": (
+        "k = Mul(x, seen)  s = ReduceSum(k, axes)  m = Mul(s, half)  d = Sub(x, m)",
+        {"k", "s", "m", "d"},
+    ),
+    "a series and its mean with weights": (
+        "k = Mul(x, some)  s = ReduceSum(k, axes)  m = Mul(s, half)  d = Sub(x, m)",
+        set(),
+    ),
     "the largest and the least": ("a = ReduceMax(x, axes)  b = ReduceMin(x, axes)  d = Sub(a, b)", {"a", "b", "d"}),
     "a norm": ("u = Identity(x)  d = LayerNormalization(u, scale, bias)", {"u", "d"}),
     "a norm of what was scaled": ("u = Mul(x, half)  d = LayerNormalization(u, scale, bias)", {"u", "d"}),
     "a softmax": ("d = Softmax(x)", {"d"}),
-    "a norm of inputs and weights": ("a = Mul(x, scale)  d = LayerNormalization(a, scale, bias)", set()),
+    "a norm of inputs and weights": ("a = Mul(x, some)  d = LayerNormalization(a, scale, bias)", set()),
     "a norm of what a layer computes": ("a = LpNormalization(x)  d = LayerNormalization(a, scale, bias)", set()),
     "what a layer computes": ("a = LpNormalization(x)  d = Sub(a, z)", set()),
     "an input and a number": ("d = Sub(x, one)", set()),

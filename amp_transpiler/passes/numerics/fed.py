@@ -9,14 +9,18 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
+import numpy as np
+
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
+from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.ops.einsum import labels_of
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.weight_norms import summed_axes
+from amp_transpiler.passes.view.constants import content
 from amp_transpiler.passes.view.flow import Flow
 
 #: Terms of a sum: the coordinates of a place.
@@ -42,29 +46,28 @@ class Fed:
         def comes(op: Operator, operands: Sequence[Variable]) -> bool:
             return not operands or moves(op) or traits_of(op).elementwise or _sums_few(op, operands)
 
-        return self._grown(comes, held)
+        return self._grown(comes)
 
     @cached_property
     def measured(self) -> set[Variable]:
         """The inputs, and what is computed of them without any weight: through what moves numbers, elementwise
-        arithmetic, sums, means and extremes, with single numbers beside them."""
+        arithmetic, sums, means and extremes, with numbers and masks beside them."""
 
         def comes(op: Operator, operands: Sequence[Variable]) -> bool:
-            if not operands:  # of integers and shapes, or a constant, of weights perhaps
-                return op.full_type != "Constant"
+            if not operands:  # of integers and shapes, or a constant
+                return op.full_type != "Constant" or all(v is not None and _is_mask(v) for v in op.outputs)
             traits = traits_of(op)
-            return moves(op) or traits.elementwise or traits.reduces not in ("", "index")
+            computes = moves(op) or traits.elementwise or traits.reduces not in ("", "index")
+            return computes and all(_is_mask(v) for v in operands if held(v))
 
-        return self._grown(comes, lambda variable: self.flow.number(variable) is not None)
+        return self._grown(comes)
 
-    def _grown(
-        self, comes: Callable[[Operator, Sequence[Variable]], bool], beside: Callable[[Variable], bool]
-    ) -> set[Variable]:
-        """The inputs, and what operators of which ``comes`` holds make of such, where the others are ``beside``."""
+    def _grown(self, comes: Callable[[Operator, Sequence[Variable]], bool]) -> set[Variable]:
+        """The inputs, and what operators of which ``comes`` holds make of such and of what the program holds."""
         found = {v for v in self.program.inputs if v.dtype in FLOATS}
         for op, _, read in self.flow.steps:
             operands = [v for v in read if v is not None]
-            if all(v in found or beside(v) for v in operands) and not op.attrs.programs and comes(op, operands):
+            if all(v in found or held(v) for v in operands) and not op.attrs.programs and comes(op, operands):
                 found.update(v for v in op.outputs if v is not None)
         return found
 
@@ -92,6 +95,13 @@ class Fed:
 def held(variable: Variable) -> bool:
     """Whether the program holds it."""
     return variable.persistable or variable.data is not None
+
+
+def _is_mask(variable: Variable) -> bool:
+    """Whether it holds one number, in places 0 instead."""
+    data = content(variable)
+    array = None if data is None else np.abs(as_array(data))
+    return array is not None and bool(((array == 0) | (array == array.max(initial=0))).all())
 
 
 def _sums_few(op: Operator, operands: Sequence[Variable]) -> bool:
