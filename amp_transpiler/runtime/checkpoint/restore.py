@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from amp_transpiler.passes.lowering.lowered import needed
 from amp_transpiler.passes.view.training_step import training_step
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
+from amp_transpiler.runtime.checkpoint.part_counts import agreed_counts, fit_counts
 from amp_transpiler.runtime.checkpoint.reading import TensorFile
 from amp_transpiler.runtime.checkpoint.renaming import Renames, renamed
 from amp_transpiler.runtime.checkpoint.state_slots import (
@@ -38,6 +39,7 @@ from amp_transpiler.runtime.checkpoint.state_slots import (
     UNUSED,
     Key,
     Slot,
+    Stored,
     scaler_settings,
     state_slots,
 )
@@ -52,17 +54,6 @@ from amp_transpiler.warn import warn_user
 _SHOWN = 200  # names of each kind in a message
 #: Bytes of values that are replaced from one trim to the next: in a heap of many pieces that takes its time.
 _ROOM = 1 << 25
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in a file: its name there, element type, shape, role, and how to read it."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    role: str
-    read: Callable[[], np.ndarray]
 
 
 def stored_tensors(
@@ -177,6 +168,8 @@ def restore(
     slots = {v: s for v, s in state_slots(program).items() if not weights_only or s.role in INFERENCE | {MASTER}}
     found = Restored()
     sources = {variable: _source(variable, slot, stored) for variable, slot in slots.items()}
+    agreed = agreed_counts(program, stored)
+    fit_counts(program, sources, agreed)
     for variable, source in sources.items():
         if source is not None:
             _check(variable, source, found.wrong)
@@ -184,10 +177,13 @@ def restore(
             found.missing.append(variable.name)
     taken = {slot.key(variable.name) for variable, slot in slots.items()}
     roles = INFERENCE if weights_only or not training_step(program).updates else None
-    found.extra = [s.name for key, s in stored.items() if key not in taken and _is_surplus(s, roles)]
+    surplus = [s for key, s in stored.items() if key not in taken and s.role not in agreed]
+    found.extra = [s.name for s in surplus if _is_surplus(s, roles)]
     found.converted = taken != set(stored) or any(v.dtype != source.dtype for v, source in sources.items() if source)
     if found.wrong or (strict and (found.missing or found.extra)):
-        raise _mismatch(program, found, what)
+        of_others = [(slots[v], s) for v, s in sources.items() if s is not None and v.name in found.wrong]
+        owners = dict.fromkeys(s.name if s.role in NAMED else slot.of for slot, s in of_others)
+        raise _mismatch(program, found, what, [name for name in owners if name])
     others = elsewhere(program)
     for variable, source in sources.items():
         if source is not None and variable.name in others:
@@ -344,7 +340,8 @@ def _initial(program: Program, variables: list[Variable]) -> dict[str, Any]:
 
 
 # -- messages --------------------------------------------------------------------------------------------
-def _mismatch(program: Program, found: Restored, what: str) -> CheckpointMismatchError:
+def _mismatch(program: Program, found: Restored, what: str, unlike: Sequence[str] = ()) -> CheckpointMismatchError:
+    """``unlike``: names in the file of what has another shape or element type."""
     lines = [
         f"{what} does not fit program '{program.name}' ({len(found.missing)} missing, {len(found.extra)} extra, "
         f"{len(found.wrong)} wrong); nothing was loaded"
@@ -363,4 +360,9 @@ def _mismatch(program: Program, found: Restored, what: str) -> CheckpointMismatc
         )
     if (found.missing or found.extra) and not found.wrong:
         lines.append("  strict=False loads what fits")
+    if found.wrong:
+        without = ", ".join(f"{name!r}: None" for name in unlike[:4]) + ", …" * (len(unlike) > 4)
+        lines.append(
+            f"  strict=False with rename={{{without}}} leaves out what is wrong, such as a head of other classes"
+        )
     return CheckpointMismatchError("\n".join(lines), tuple(found.missing), tuple(found.extra), found.wrong)

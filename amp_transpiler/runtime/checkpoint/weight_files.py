@@ -19,8 +19,8 @@ from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.ir.types import element_type
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.checkpoint.renaming import Renames, renamed
-from amp_transpiler.runtime.checkpoint.restore import Stored, restore
-from amp_transpiler.runtime.checkpoint.state_slots import PARAMETER, UNUSED, Key
+from amp_transpiler.runtime.checkpoint.restore import restore
+from amp_transpiler.runtime.checkpoint.state_slots import PARAMETER, UNUSED, Key, Stored
 from amp_transpiler.runtime.checkpoint.writing import SAFETENSORS_TYPES
 from amp_transpiler.runtime.scope import Scope, check_scope
 
