@@ -230,7 +230,8 @@ class OptimizerWithMixedPrecision:
         """Prepare stored parameters, and a test program, for 16 bit. Call it after the startup program ran.
 
         In pure mode the parameters that 16-bit operators read are rounded in ``scope`` (default: the
-        global one), and ``test_program`` is rewritten like the training program. Otherwise parameters
+        global one), and ``test_program`` is rewritten like the training program, whose parameters it reads as they are
+        stored, in whatever way it reads them: a decoding step of its own may be one. Otherwise parameters
         stay fp32, and ``test_program`` is rewritten only with ``use_fp16_test``.
 
         OrderError: before ``minimize``. ScopeError: the startup program never ran. PrecisionError: a parameter does
