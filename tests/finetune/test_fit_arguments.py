@@ -129,7 +129,9 @@ def test_every_argument_is_checked_before_the_first_step(
 @pytest.mark.parametrize(
     "given, told",
     [
-        ({"epoch": 3}, "no option 'epoch'; did you mean epochs"),
+        ({"epoch": 3}, "no option 'epoch'; did you mean 'epochs'"),
+        ({"learning_rate": 0.1}, "no option 'learning_rate'; did you mean 'lr'"),
+        ({"nothing": 0.1}, "no option 'nothing'; it takes label, loss, "),
         ({"epochs": 1.5}, "epochs is 1.5; expected a whole number"),
         ({"lr": "0.1"}, "lr is '0.1'; expected a number"),
         ({"freeze": "w"}, "freeze is 'w'; expected a list"),
