@@ -7,6 +7,7 @@ stored by parameter, say whether it goes on or begins.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from amp_transpiler.ir.nodes import Variable
@@ -20,7 +21,8 @@ def agreed_counts(program: Program, stored: Mapping[Key, Stored]) -> dict[str, S
     found = {}
     for kind in {kind for update in training_step(program).updates for kind in update.scalars}:
         parts = [tensor for (role, of, _), tensor in stored.items() if role == kind and not of]
-        if len({tensor.read().tobytes() for tensor in parts}) == 1:
+        numbers = all(math.prod(tensor.shape) == 1 for tensor in parts)  # a file may say anything
+        if numbers and len({tensor.read().tobytes() for tensor in parts}) == 1:
             found[kind] = parts[0]
     return found
 

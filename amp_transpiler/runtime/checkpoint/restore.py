@@ -172,7 +172,7 @@ def restore(
     fit_counts(program, sources, agreed)
     for variable, source in sources.items():
         if source is not None:
-            _check(variable, source, found.wrong)
+            _check(variable, source, found.wrong, weights_only)
         elif slots[variable].role not in OF_A_MODE:
             found.missing.append(variable.name)
     taken = {slot.key(variable.name) for variable, slot in slots.items()}
@@ -181,9 +181,10 @@ def restore(
     found.extra = [s.name for s in surplus if _is_surplus(s, roles)]
     found.converted = taken != set(stored) or any(v.dtype != source.dtype for v, source in sources.items() if source)
     if found.wrong or (strict and (found.missing or found.extra)):
-        of_others = [(slots[v], s) for v, s in sources.items() if s is not None and v.name in found.wrong]
-        owners = dict.fromkeys(s.name if s.role in NAMED else slot.of for slot, s in of_others)
-        raise _mismatch(program, found, what, [name for name in owners if name])
+        wrong = [(v, s) for v, s in sources.items() if v.name in found.wrong and s is not None]
+        wrong = [(v, s) for v, s in wrong if not (weights_only and _is_turned(v, s))]
+        unlike = dict.fromkeys(s.name if s.role in NAMED else slots[v].of for v, s in wrong)
+        raise _mismatch(program, found, what, [name for name in unlike if name])
     others = elsewhere(program)
     for variable, source in sources.items():
         if source is not None and variable.name in others:
@@ -247,11 +248,18 @@ def _source(variable: Variable, slot: Slot, stored: Mapping[Key, Stored]) -> Sto
     return master or plain
 
 
-def _check(variable: Variable, source: Stored, wrong: dict[str, str]) -> None:
+def _is_turned(variable: Variable, source: Stored) -> bool:
+    """Whether a matrix would fit if it were transposed."""
+    shape = variable.shape
+    return shape is not None and len(shape) == 2 and fits(source.shape[::-1], shape)
+
+
+def _check(variable: Variable, source: Stored, wrong: dict[str, str], transposes: bool) -> None:
+    """``transposes``: the caller can ask for it."""
     shape = variable.shape
     if shape is not None and not fits(source.shape, shape):
         hint = ""
-        if len(shape) == 2 and fits(source.shape[::-1], shape):
+        if transposes and _is_turned(variable, source):
             hint = f"; if the file has it transposed, say so: transpose=['{source.name}']"
         wrong[variable.name] = f"has shape {list(source.shape)} and not {list(shape)}{hint}"
     elif source.dtype != variable.dtype and not {source.dtype, variable.dtype} <= FLOATS:
@@ -360,9 +368,7 @@ def _mismatch(program: Program, found: Restored, what: str, unlike: Sequence[str
         )
     if (found.missing or found.extra) and not found.wrong:
         lines.append("  strict=False loads what fits")
-    if found.wrong:
+    if unlike:
         without = ", ".join(f"{name!r}: None" for name in unlike[:4]) + ", …" * (len(unlike) > 4)
-        lines.append(
-            f"  strict=False with rename={{{without}}} leaves out what is wrong, such as a head of other classes"
-        )
+        lines.append(f"  strict=False with rename={{{without}}} leaves out what is wrong, such as another head")
     return CheckpointMismatchError("\n".join(lines), tuple(found.missing), tuple(found.extra), found.wrong)
