@@ -90,7 +90,7 @@ class Kind(Enum):
     FED_LOGARITHM = "the logarithm of what is fed, which is of any size"
     FED_SCORE = "the standard score of what is fed, whose mean has few digits in 16 bit beside its deviation"
     FED_DIFFERENCE = "a difference of what is fed, which 16 bit rounds off before"
-    FED_SUM = "a sum with a level that is fed, in 16 bit of few digits beside what is added to it"
+    FED_LEVEL = "brings what is computed back to the size of what is fed, which may be any"
     RUNNING_SUM = "a running sum, of which {subject} tells what 16 bit would lose"
     UNPROVED = "black list, and nothing proves that '{subject}' fits {detail}"
     AFTER = "after {subject}: {cause}"

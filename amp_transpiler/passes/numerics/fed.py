@@ -77,11 +77,11 @@ class Fed:
         kind: Kind,
         among: set[Variable],
         taken: Callable[[Operator, Variable], bool],
-    ) -> None:
+    ) -> set[Variable]:
         """Keep the operators of which ``taken`` holds for their operand, and what computes it.
 
-        An operand is one of ``among`` or one that the program holds, and so is what it is computed of. What an
-        earlier conversion did to the program makes no difference. Linear in its size.
+        An operand is one of ``among`` or one that the program holds, and so is what it is computed of. Those of
+        ``among`` come back. What an earlier conversion did to the program makes no difference. Linear in its size.
         """
         wanted = set[Variable]()
         for op, _, read in reversed(self.flow.steps):
@@ -90,6 +90,7 @@ class Fed:
             if found or any(v in wanted and v in among for v in op.outputs if v is not None):
                 constraints.keep(op, Reason(kind))
                 wanted.update(v for v in read if v is not None)
+        return wanted & among
 
 
 def held(variable: Variable) -> bool:

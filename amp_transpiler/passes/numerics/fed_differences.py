@@ -2,8 +2,7 @@
 
 16 bit holds 1990 to 0.5, or to 4, and what is left of it less a mean is a few of these. So these are computed in fp32:
 standard scores, and differences between what is fed, as of prices of two days or of a series and its mean; norms, which
-begin with such a difference; and at the other end sums with a level that was fed, as where a forecast takes up the mean
-or the last value of its series again.
+begin with such a difference; and at the other end what brings a forecast back to the size and the level of its series.
 """
 
 from __future__ import annotations
@@ -45,43 +44,48 @@ def keep_fed_scores(fed: Fed, dtype: str, constraints: Constraints) -> None:
 
 
 def keep_fed_differences(fed: Fed, constraints: Constraints) -> None:
-    """Add to ``constraints`` the differences between what is computed of inputs alone, its norms, and what computes
-    the operands. A norm of inputs and weights, as of embeddings and positions, is one in the middle."""
+    """Add to ``constraints`` the differences between what is computed of inputs alone, their quotients and products
+    with such, norms, what computes the operands of all these, and what brings outputs back to that size.
 
-    def is_difference(op: Operator, variable: Variable) -> bool:
-        if held(variable):
+    A norm of inputs and weights, as of embeddings and positions, is one in the middle.
+    """
+
+    def is_score(op: Operator, _operand: Variable) -> bool:
+        if not _is_of_two(op, fed) or op.full_type not in ("Sub", "Div", "Mul"):
             return False
-        if op.full_type != "Sub":
-            return traits_of(op).centres
-        other = fed.flow.inputs[op][1]
-        return other is not None and other is not variable and other in fed.measured
+        makers = [op] if op.full_type == "Sub" else [v.producer for v in fed.flow.inputs[op] if v is not None]
+        return any(maker is not None and maker.full_type == "Sub" and _is_of_two(maker, fed) for maker in makers)
 
-    if any(name == "Sub" or kind.centres for name, kind in fed.flow.kinds.items()):
-        fed.keep(constraints, Kind.FED_DIFFERENCE, fed.measured, is_difference)
+    def is_norm(op: Operator, operand: Variable) -> bool:
+        return traits_of(op).centres and operand in fed.measured
+
+    if "Sub" in fed.flow.kinds:
+        own = fed.keep(constraints, Kind.FED_DIFFERENCE, fed.measured, is_score)
+        _keep_forecasts(fed, own, constraints)
+    if any(kind.centres for kind in fed.flow.kinds.values()):
+        fed.keep(constraints, Kind.FED_DIFFERENCE, fed.measured, is_norm)
 
 
-def keep_fed_sums(fed: Fed, constraints: Constraints) -> None:
-    """Add to ``constraints`` the sums and differences that become outputs of the program and of which one side is a
-    level: computed of inputs alone, and one number for many of the other side's."""
-    pending, seen = [source(v) for v in fed.program.outputs], set[Operator]()
+def _is_of_two(op: Operator, fed: Fed) -> bool:
+    """Whether its operands are two, each computed of inputs alone."""
+    read = {v for v in fed.flow.inputs.get(op, ()) if v is not None and not held(v)}
+    return len(read) == 2 and read <= fed.measured
+
+
+def _keep_forecasts(fed: Fed, own: set[Variable], constraints: Constraints) -> None:
+    """Keep what brings outputs of the program back to the size of what is fed, by ``own`` numbers of that."""
+    pending, seen = [source(v) for v in fed.program.outputs] if own else [], set[Operator]()
     while pending:
         op = pending.pop().producer
         if op is None or op in seen or op not in fed.flow.inputs:
             continue
         seen.add(op)
         read = [v for v in fed.flow.inputs[op] if v is not None]
-        if traits_of(op).exact:
-            pending += read
-        elif op.full_type in ("Add", "Sub") and any(_is_level(v, other, fed) for v in read for other in read):
-            constraints.keep(op, Reason(Kind.FED_SUM))
-
-
-def _is_level(variable: Variable, other: Variable, fed: Fed) -> bool:
-    """Whether it is computed of inputs alone, and one number for many of the other's."""
-    if variable not in fed.measured or variable.shape is None or other.shape is None:
-        return False
-    sizes = (1,) * (len(other.shape) - len(variable.shape)) + tuple(variable.shape)
-    return any(size == 1 != more for size, more in zip(sizes, other.shape, strict=False))
+        if op.full_type in ("Add", "Sub", "Mul", "Div") and not own.isdisjoint(read):
+            constraints.keep(op, Reason(Kind.FED_LEVEL))
+        elif not traits_of(op).exact:
+            continue
+        pending += read
 
 
 def _mean_and_spread(op: Operator, flow: Flow) -> tuple[Any, Any] | None:
