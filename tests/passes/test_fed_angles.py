@@ -135,10 +135,14 @@ def test_a_fed_number_beyond_float16_has_a_logarithm() -> None:
 
 
 MOMENTS = """float[2] mean = {1990, 5}, float[2] less = {-1990, -5}, float[2] deviation = {10, 2}, float[2] over = {0.1, 0.5},
-  float[2] variance = {100, 4}, float[2] ones = {1, 1}, float[2,3] w = {0.1, 3, 7, -9, 0.2, 5}"""
+  float[2] variance = {100, 4}, float[2] ones = {1, 1}, float[2,3] w = {0.1, 3, 7, -9, 0.2, 5},
+  float[2] shift = {-199, -2.5}, float[2] moved = {199, 2.5}, float levels = {255}"""
 SCORES = {
     "a difference over a deviation": ("d = Sub(x, mean)  z = Div(d, deviation)", {"d", "z"}),
     "a sum times a number": ("d = Add(x, less)  z = Mul(d, over)", {"d", "z"}),
+    "a scale and a shift": ("s = Mul(x, over)  z = Add(s, shift)", {"s", "z"}),
+    "a quotient less a number": ("s = Div(x, deviation)  z = Sub(s, moved)", {"s", "z"}),
+    "shares that become levels": ("s = Mul(x, levels)  z = Add(s, shift)", set()),
     "a batch norm, of what is moved": (
         "u = Identity(x)  z = BatchNormalization(u, ones, mean, mean, variance)",
         {"u", "z"},
@@ -156,13 +160,44 @@ def test_standard_scores_of_what_is_fed(name: str, dtype: str) -> None:
         HEAD + f"m (float[N,2] x) => (float[N,3] y) <{MOMENTS}> {{ {text}  y = MatMul(z, w) }}"
     )
     program, constraints = amp.Program.from_onnx(model), Constraints()
-    keep_fed_scores(program, Flow(program), dtype, constraints)
+    keep_fed_scores(program, Flow(program), Ranges(program), dtype, constraints)
     assert {op.outputs[0].name for op in constraints.operators if op.outputs[0]} == expected
     x = np.random.default_rng(0).normal([1990, 5], [10, 2], (64, 2)).astype(np.float32)
     (wanted,) = session(model).run(None, {"x": x})
     (got,) = run_faithful(amp.convert(model, mode="mixed", dtype=dtype), {"x": x})
     if expected:  # float16 was off by 0.02, bfloat16 by 0.2
         assert np.linalg.norm(got - wanted) < (1e-3 if dtype == "float16" else 1e-2) * np.linalg.norm(wanted)
+
+
+SCALES = {
+    "seconds in days": "z = Mul(x, days)",
+    "quotients, of what is moved": "r = Reshape(x, shape)  z = Div(r, seconds)",
+    "scores": "d = Sub(x, one)  z = Div(d, spreads)",
+    "a batch norm": "z = BatchNormalization(x, ones, ones, ones, variances)",
+    "levels of 12 bits": "z = Div(x, levels)",
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_what_is_scaled_down_was_large(name: str) -> None:
+    """Which onnxruntime divided by an infinity in float16, or took for one."""
+    numbers = """float days = {0.00001157}, float[2] seconds = {60000, 43200}, int64[2] shape = {-1, 2}, float one = {1},
+      float[2] ones = {1, 1}, float[2] spreads = {40000, 30000}, float[2] variances = {9e8, 1.6e9}, float levels = {4095},
+      float[2,3] w = {0.1, 3, 7, -9, 0.2, 5}"""
+    model = onnx.parser.parse_model(
+        HEAD + f"m (float[N,2] x) => (float[N,3] y) <{numbers}> {{ {SCALES[name]}  y = MatMul(z, w) }}"
+    )
+    fp32 = {op.type for op in amp.Program.from_onnx(model).operators} - {"MatMul"}
+    found = {op.type: op.precision for op in amp.convert(model, mode="mixed").operators if not op.inserted}
+    known = {op.type: op.precision for op in amp.convert(model, input_ranges={"x": (0.0, 100.0)}).operators}
+    if name == "levels of 12 bits":
+        assert found == {"Div": "float16", "MatMul": "float16"}
+        return
+    assert {kind for kind, precision in found.items() if precision == "float32"} == fp32
+    assert known["MatMul"] == "float16" and "float32" not in {known[kind] for kind in fp32}
+    x = np.random.default_rng(0).uniform(0, 86400, (64, 2)).astype(np.float32)
+    (wanted,), (got,) = session(model).run(None, {"x": x}), run_faithful(amp.convert(model, mode="mixed"), {"x": x})
+    assert np.linalg.norm(got - wanted) < 2e-3 * np.linalg.norm(wanted)
 
 
 DAYS = "int64[1] first = {0}, int64[1] second = {1}, int64[1] last = {-1}, int64[1] end = {9}, int64[1] axes = {1}"

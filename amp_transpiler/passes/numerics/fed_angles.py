@@ -9,8 +9,9 @@ than half a turn. Remainders are phases too: the hour of the day, of hours that 
 Likewise logarithms, which are taken of what is of any size: counts, incomes, energies. float16 ends at 65504 and 6e-8.
 
 And standard scores of what lies far from 0 beside its spread: years, prices, pressures. 16 bit holds 1990 to 0.5, or
-to 4, and what is left of it less the mean is a few of these. So are differences between what is fed, as of prices of
-two days: 16 bit rounds them off before they are made, and as many bytes are moved where they are made first.
+to 4, and what is left of it less the mean is a few of these. What is scaled down, to seconds of a day in days, was
+large: float16 ends at 65504. So are differences between what is fed, as of prices of two days: 16 bit rounds them off
+before they are made, and as many bytes are moved where they are made first.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from amp_transpiler.passes.view.flow import Flow
 
 #: Terms of a sum: the coordinates of a place.
 _FEW = 4
-#: Deviations by which a standard score may be off.
-_OFF = 0.01
+#: Deviations by which a standard score may be off, and those that what is scored may lie from its mean.
+_OFF, _REACH = 0.01, 8
 
 
 def keep_angles(program: Graph, flow: Flow, ranges: Ranges, constraints: Constraints) -> None:
@@ -66,21 +67,23 @@ def keep_fed_logarithms(program: Graph, flow: Flow, ranges: Ranges, constraints:
         _keep(program, flow, constraints, Kind.FED_LOGARITHM, may_leave)
 
 
-def keep_fed_scores(program: Graph, flow: Flow, dtype: str, constraints: Constraints) -> None:
+def keep_fed_scores(program: Graph, flow: Flow, ranges: Ranges, dtype: str, constraints: Constraints) -> None:
     """Add to ``constraints`` the standard scores of what is fed that 16 bit would put off by more than :data:`_OFF`
-    deviations where it holds the mean, and what computes what is scored."""
-    rounding = LIMITS[dtype].epsilon / 2
+    deviations where it holds the mean, or that is beyond it at :data:`_REACH` of them, and what computes what is
+    scored."""
+    limits = LIMITS[dtype]
 
     def is_off(op: Operator, variable: Variable) -> bool:
-        found = _mean_and_spread(op, flow)
-        if found is None:
-            return False
-        with np.errstate(all="ignore"):
-            off = np.abs(np.divide(*found)) * rounding
-        return bool((off[np.isfinite(off)] > _OFF).any())
+        return _any_above(_OFF, _mean_and_spread(op, flow), lambda mean, spread: mean / spread * limits.epsilon / 2)
 
-    if any(kind in flow.kinds for kind in ("BatchNormalization", "Sub", "Add")):
+    def leaves(op: Operator, variable: Variable) -> bool:
+        if ranges.within(variable, limits.largest):
+            return False
+        return _any_above(limits.largest, _mean_and_spread(op, flow), lambda mean, spread: mean + _REACH * spread)
+
+    if any(kind in flow.kinds for kind in ("BatchNormalization", "Div", "Mul")):
         _keep(program, flow, constraints, Kind.FED_SCORE, is_off)
+        _keep(program, flow, constraints, Kind.FED_SCALE, leaves)
 
 
 def keep_fed_differences(program: Graph, flow: Flow, constraints: Constraints) -> None:
@@ -100,18 +103,37 @@ def keep_fed_differences(program: Graph, flow: Flow, constraints: Constraints) -
 
 def _mean_and_spread(op: Operator, flow: Flow) -> tuple[Any, Any] | None:
     """The mean and the deviation of which the operator makes standard scores, up to their signs; None where it makes
-    something else."""
+    something else. A scale and a shift are such where they scale down: shares that become levels are none."""
     read = flow.inputs[op]
     if op.full_type == "BatchNormalization":
         mean, variance = (_numbers(v) for v in read[3:5])
         return None if mean is None or variance is None else (mean, np.sqrt(variance + op.attrs.get("epsilon", 1e-5)))
-    maker = read[0].producer if op.full_type in ("Div", "Mul") and read[0] is not None else None
-    if maker is None or maker.full_type not in ("Sub", "Add"):
+    spread, maker = _divisor(op, flow), None if read[0] is None else read[0].producer
+    if spread is not None:
+        mean = _numbers(flow.inputs[maker][1]) if maker is not None and maker.full_type in ("Sub", "Add") else None
+        return (0.0 if mean is None else mean), spread
+    if maker is None or op.full_type not in ("Sub", "Add"):
         return None
-    mean, spread = _numbers(flow.inputs[maker][1]), _numbers(read[1])
-    if mean is None or spread is None:
-        return None
-    return mean, spread if op.full_type == "Div" else 1 / spread
+    shift, spread = _numbers(read[1]), _divisor(maker, flow)
+    return None if shift is None or spread is None else (shift * spread * (np.abs(spread) > 1), spread)
+
+
+def _divisor(op: Operator, flow: Flow) -> Any:
+    """What the operator divides its first operand by, where that is known."""
+    number = _numbers(flow.inputs[op][1]) if op.full_type in ("Div", "Mul") else None
+    if number is None or op.full_type == "Div":
+        return number
+    with np.errstate(divide="ignore"):
+        return 1 / number
+
+
+def _any_above(limit: float, found: tuple[Any, Any] | None, measure: Callable[[Any, Any], Any]) -> bool:
+    """Whether what is measured of a mean and a deviation, where it is finite, is anywhere above the limit."""
+    if found is None:
+        return False
+    with np.errstate(all="ignore"):
+        measured = measure(*map(np.abs, found))
+    return bool((np.isfinite(measured) & (measured > limit)).any())
 
 
 def _numbers(variable: Variable | None) -> Any:

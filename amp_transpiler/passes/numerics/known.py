@@ -54,7 +54,7 @@ def known_constraints(
     keep_angles(program, flow, ranges, constraints)
     if dtype == "float16":
         keep_fed_logarithms(program, flow, ranges, constraints)
-    keep_fed_scores(program, flow, dtype, constraints)
+    keep_fed_scores(program, flow, ranges, dtype, constraints)
     keep_fed_differences(program, flow, constraints)
     keep_running_sums(flow, constraints)
     keep_comparisons(flow, constraints)
