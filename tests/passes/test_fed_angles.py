@@ -19,7 +19,7 @@ from amp_transpiler.passes.view.flow import Flow
 from tests.helpers.constraints_of import run_faithful
 from tests.helpers.sessions import session
 
-HEAD = '<ir_version: 10, opset_import: ["" : 20]>\n'
+HEAD = '<ir_version: 10, opset_import: ["" : 20, "ai.onnx.ml" : 3]>\n'
 WEIGHTS = "float[2,3] w = {0.1, 3, 7, -9, 0.2, 5}, float[4] f = {1, 0.1, 0.01, 0.001}, float[8,2] l = {" + (
     ", ".join(["0.1"] * 16) + "}, float turn = {6.2831853}, float day = {24}, int64[1] one = {1}"
 )
@@ -142,6 +142,10 @@ SCORES = {
     "a sum times a number": ("d = Add(x, less)  z = Mul(d, over)", {"d", "z"}),
     "a scale and a shift": ("s = Mul(x, over)  z = Add(s, shift)", {"s", "z"}),
     "a quotient less a number": ("s = Div(x, deviation)  z = Sub(s, moved)", {"s", "z"}),
+    "a scaler, of what is computed": (
+        "a = Abs(x)  z = ai.onnx.ml.Scaler<offset = [1990.0, 5.0], scale = [0.1, 0.5]>(a)",
+        {"a", "z"},
+    ),
     "shares that become levels": ("s = Mul(x, levels)  z = Add(s, shift)", set()),
     "a batch norm, of what is moved": (
         "u = Identity(x)  z = BatchNormalization(u, ones, mean, mean, variance)",

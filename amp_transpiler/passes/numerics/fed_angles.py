@@ -81,7 +81,7 @@ def keep_fed_scores(program: Graph, flow: Flow, ranges: Ranges, dtype: str, cons
             return False
         return _any_above(limits.largest, _mean_and_spread(op, flow), lambda mean, spread: mean + _REACH * spread)
 
-    if any(kind in flow.kinds for kind in ("BatchNormalization", "Div", "Mul")):
+    if any(kind in flow.kinds for kind in ("BatchNormalization", "Div", "Mul", "ai.onnx.ml::Scaler")):
         _keep(program, flow, constraints, Kind.FED_SCORE, is_off)
         _keep(program, flow, constraints, Kind.FED_SCALE, leaves)
 
@@ -108,6 +108,9 @@ def _mean_and_spread(op: Operator, flow: Flow) -> tuple[Any, Any] | None:
     if op.full_type == "BatchNormalization":
         mean, variance = (_numbers(v) for v in read[3:5])
         return None if mean is None or variance is None else (mean, np.sqrt(variance + op.attrs.get("epsilon", 1e-5)))
+    if op.full_type == "ai.onnx.ml::Scaler":
+        with np.errstate(divide="ignore"):
+            return np.asarray(op.attrs.get("offset", 0.0)), 1 / np.asarray(op.attrs.get("scale", 1.0))
     spread, maker = _divisor(op, flow), None if read[0] is None else read[0].producer
     if spread is not None:
         mean = _numbers(flow.inputs[maker][1]) if maker is not None and maker.full_type in ("Sub", "Add") else None
