@@ -16,7 +16,7 @@ from amp_transpiler.finetune.layer_names import called, is_vector, module_of, na
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.parameter_names import made_up
 from amp_transpiler.ir.tensors import as_array
-from amp_transpiler.ir.torch_marks import torch_name, torch_weights
+from amp_transpiler.ir.torch_marks import exported_from, torch_name, torch_weights
 from amp_transpiler.ir.weights import STATISTICS, not_a_weight
 from amp_transpiler.option_checks import listed
 from amp_transpiler.program import Program
@@ -83,10 +83,17 @@ def _copied(one: Variable, other: Variable) -> bool:
 
 
 def _apart_in_torch(one: Variable, other: Variable) -> bool:
-    """Whether PyTorch's dynamo exporter says of all readers of two parameters what they read, and nothing is common."""
+    """Whether PyTorch's dynamo exporter says of all readers of two parameters what they read, and nothing is common; of
+    what it computed of a parameter it says so."""
+    if any(held.name in _sources(made) for made, held in ((one, other), (other, one))):
+        return False
     read = [[torch_weights(op) for op, _ in variable.readers] for variable in (one, other)]
     first, second = ({name for names in each for name in names} for each in read)
     return all(names for each in read for names in each) and first.isdisjoint(second)
+
+
+def _sources(variable: Variable) -> list[str]:
+    return [name for _, name in exported_from(variable)]
 
 
 def _retie_vector(variable: Variable) -> list[str]:

@@ -247,3 +247,23 @@ def test_an_exponential_of_something_else_stays_what_it_is() -> None:
     made = exported("y = Mul (x, exp)", {"exp": np.full(4, 2.0)}, [""], ("a", "b"))
     folded(made, "exp", "a", "mul")
     assert amp.prepare_training(amp.Program.from_onnx(made)).trainable == ("exp",)
+
+
+def test_what_was_computed_of_a_parameter_alone_is_that_parameter() -> None:
+    """``linear(tanh(linear(x, w, b)), w.t(), c)``, whose second operation reads no parameter by name but ``c``."""
+    w = RANDOM.normal(size=(3, 4))
+    made = exported(
+        "h = Gemm <transB = 1> (x, w, b)  t = Tanh (h)  y = Gemm <transB = 1> (t, turned, c)",
+        {"w": w, "b": np.ones(3), "turned": w.T, "c": np.zeros(4)},
+        [
+            "linear.default](args = (%x, %p_w, %p_b)",
+            "tanh.default](args = (%h,)",
+            "linear.default](args = (%t, %t, %p_c)",
+        ],
+        ("w", "b", "c"),
+    )
+    info = onnx.helper.make_tensor_value_info("turned", 1, w.T.shape)
+    info.metadata_props.add(key=FOLDED, value="['w']")
+    made.graph.value_info.append(info)
+    report = amp.prepare_training(amp.Program.from_onnx(made))
+    assert report.trainable == ("w", "b", "c") and "'turned' is 'w' transposed: tied again" in report.notes
