@@ -204,9 +204,33 @@ def test_what_is_scaled_down_was_large(name: str) -> None:
     assert np.linalg.norm(got - wanted) < 2e-3 * np.linalg.norm(wanted)
 
 
+def test_what_is_added_to_such_an_input_is_as_large() -> None:
+    """A forecast of pressures, which is the state and a change: it was infinite."""
+    numbers = """float[2] mean = {101325, 50000}, float[2] spread = {1500, 3000},
+      float[2,2] w = {0.5, -0.1, 0.3, 0.2}, int64[2] shape = {-1, 2}"""
+    model = onnx.parser.parse_model(
+        HEAD
+        + f"""m (float[N,2] x) => (float[N,2] y) <{numbers}> {{
+          d = Sub(x, mean)  s = Div(d, spread)  h = MatMul(s, w)  t = Tanh(h)  e = Mul(t, spread)
+          moved = Reshape(x, shape)  y = Add(moved, e) }}"""
+    )
+    x = np.random.default_rng(0).normal([101325, 50000], [1500, 3000], (64, 2)).astype(np.float32)
+    program, constraints = amp.Program.from_onnx(model), Constraints()
+    keep_fed_scores(program, Flow(program), Ranges(program), "float16", constraints)
+    assert {op.outputs[0].name for op in constraints.operators if op.outputs[0]} == {"d", "s", "moved", "y"}
+    (wanted,), (got,) = session(model).run(None, {"x": x}), run_faithful(amp.convert(model), {"x": x})
+    np.testing.assert_allclose(got, wanted, rtol=1e-4)
+
+
 DAYS = "int64[1] first = {0}, int64[1] second = {1}, int64[1] last = {-1}, int64[1] end = {9}, int64[1] axes = {1}"
 DIFFERENCES = {
     "two inputs": ("d = Sub(x, z)", {"d"}),
+    "returns": (
+        "a = Slice(x, second, end, axes)  b = Slice(x, first, last, axes)  q = Div(a, b)  d = Sub(q, one)",
+        {"a", "b", "q", "d"},
+    ),
+    "logarithms of returns": ("q = Div(x, z)  d = Log(q)", {"q", "d"}),
+    "a quotient": ("d = Div(x, z)", set()),
     "two days": ("a = Slice(x, second, end, axes)  b = Slice(x, first, last, axes)  d = Sub(a, b)", {"a", "b", "d"}),
     "what a layer computes": ("a = Softmax(x)  d = Sub(a, z)", set()),
     "an input and a number": ("d = Sub(x, one)", set()),

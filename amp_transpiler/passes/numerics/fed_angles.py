@@ -69,8 +69,8 @@ def keep_fed_logarithms(program: Graph, flow: Flow, ranges: Ranges, constraints:
 
 def keep_fed_scores(program: Graph, flow: Flow, ranges: Ranges, dtype: str, constraints: Constraints) -> None:
     """Add to ``constraints`` the standard scores of what is fed that 16 bit would put off by more than :data:`_OFF`
-    deviations where it holds the mean, or that is beyond it at :data:`_REACH` of them, and what computes what is
-    scored."""
+    deviations where it holds the mean, or that is beyond it at :data:`_REACH` of them, what computes what is scored,
+    and what is added to that, as a forecast to the state of the air."""
     limits = LIMITS[dtype]
 
     def is_off(op: Operator, variable: Variable) -> bool:
@@ -83,20 +83,28 @@ def keep_fed_scores(program: Graph, flow: Flow, ranges: Ranges, dtype: str, cons
 
     if any(kind in flow.kinds for kind in ("BatchNormalization", "Div", "Mul", "ai.onnx.ml::Scaler")):
         _keep(program, flow, constraints, Kind.FED_SCORE, is_off)
-        _keep(program, flow, constraints, Kind.FED_SCALE, leaves)
+        _keep_sums(flow, _keep(program, flow, constraints, Kind.FED_SCALE, leaves), constraints)
 
 
 def keep_fed_differences(program: Graph, flow: Flow, constraints: Constraints) -> None:
-    """Add to ``constraints`` the differences between elements of inputs, and what moves these."""
-    if "Sub" not in flow.kinds:
+    """Add to ``constraints`` the differences between elements of inputs, and what moves these. The returns of prices
+    are such too: their quotients less 1, and the logarithms."""
+    if not {"Sub", "Log"} & flow.kinds.keys():
         return
     elements = {v for v in program.inputs if v.dtype in FLOATS}
     for op, _, read in flow.steps:
         if moves(op) and not op.attrs.programs and all(v in elements for v in read if v is not None):
             elements.update(v for v in op.outputs if v is not None)
 
+    def of_two(op: Operator | None, kind: str) -> bool:
+        if op is None or op.full_type != kind:
+            return False
+        first, second = flow.inputs[op]
+        return first in elements and second in elements - {first}
+
     def is_difference(op: Operator, variable: Variable) -> bool:
-        return op.full_type == "Sub" and variable in elements and flow.inputs[op][1] in elements - {variable}
+        less_one = op.full_type == "Sub" and flow.number(flow.inputs[op][1]) == 1
+        return of_two(op, "Sub") or ((less_one or op.full_type == "Log") and of_two(variable.producer, "Div"))
 
     _keep(program, flow, constraints, Kind.FED_DIFFERENCE, is_difference)
 
@@ -146,8 +154,9 @@ def _numbers(variable: Variable | None) -> Any:
 
 def _keep(
     program: Graph, flow: Flow, constraints: Constraints, kind: Kind, taken: Callable[[Operator, Variable], bool]
-) -> None:
-    """Keep the operators of which ``taken`` holds for their operand, where that is given, and what computes it."""
+) -> set[Variable]:
+    """Keep the operators of which ``taken`` holds for their operand, where that is given, and what computes it: the
+    variables that come back."""
     given, wanted = _given(program, flow), set[Variable]()
     for op, _, read in reversed(flow.steps):
         operand = read[0] if read else None
@@ -155,6 +164,16 @@ def _keep(
         if found or any(v in wanted and v in given for v in op.outputs if v is not None):
             constraints.keep(op, Reason(kind))
             wanted.update(v for v in read if v is not None)
+    return wanted & given
+
+
+def _keep_sums(flow: Flow, large: set[Variable], constraints: Constraints) -> None:
+    """Keep the sums that one of these variables is a term of, and what moves it."""
+    for op, _, read in flow.steps if large else ():
+        moved = moves(op) and sum(v is not None for v in read) == 1 and not op.attrs.programs
+        if (moved or op.full_type in ("Add", "Sub")) and any(v in large for v in read):
+            constraints.keep(op, Reason(Kind.FED_SCALE))
+            large.update(v for v in op.outputs if v is not None)
 
 
 def _is_phase(op: Operator, flow: Flow) -> bool:
