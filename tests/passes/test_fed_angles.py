@@ -230,6 +230,10 @@ DIFFERENCES = {
         {"a", "b", "q", "d"},
     ),
     "logarithms of returns": ("q = Div(x, z)  d = Log(q)", {"q", "d"}),
+    "a forecast beside the first day": (
+        "l = Slice(x, first, second, axes)  f = Sub(x, l)  g = Sigmoid(f)  d = Add(g, l)",
+        {"l", "f", "d"},
+    ),
     "a quotient": ("d = Div(x, z)", set()),
     "two days": ("a = Slice(x, second, end, axes)  b = Slice(x, first, last, axes)  d = Sub(a, b)", {"a", "b", "d"}),
     "what a layer computes": ("a = Softmax(x)  d = Sub(a, z)", set()),

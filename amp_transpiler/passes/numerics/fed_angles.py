@@ -83,7 +83,7 @@ def keep_fed_scores(program: Graph, flow: Flow, ranges: Ranges, dtype: str, cons
 
     if any(kind in flow.kinds for kind in ("BatchNormalization", "Div", "Mul", "ai.onnx.ml::Scaler")):
         _keep(program, flow, constraints, Kind.FED_SCORE, is_off)
-        _keep_sums(flow, _keep(program, flow, constraints, Kind.FED_SCALE, leaves), constraints)
+        _keep_sums(flow, _keep(program, flow, constraints, Kind.FED_SCALE, leaves), constraints, Kind.FED_SCALE)
 
 
 def keep_fed_differences(program: Graph, flow: Flow, constraints: Constraints) -> None:
@@ -106,7 +106,8 @@ def keep_fed_differences(program: Graph, flow: Flow, constraints: Constraints) -
         less_one = op.full_type == "Sub" and flow.number(flow.inputs[op][1]) == 1
         return of_two(op, "Sub") or ((less_one or op.full_type == "Log") and of_two(variable.producer, "Div"))
 
-    _keep(program, flow, constraints, Kind.FED_DIFFERENCE, is_difference)
+    taken = _keep(program, flow, constraints, Kind.FED_DIFFERENCE, is_difference)
+    _keep_sums(flow, taken, constraints, Kind.FED_OWN)
 
 
 def _mean_and_spread(op: Operator, flow: Flow) -> tuple[Any, Any] | None:
@@ -167,12 +168,12 @@ def _keep(
     return wanted & given
 
 
-def _keep_sums(flow: Flow, large: set[Variable], constraints: Constraints) -> None:
+def _keep_sums(flow: Flow, large: set[Variable], constraints: Constraints, kind: Kind) -> None:
     """Keep the sums that one of these variables is a term of, and what moves it."""
     for op, _, read in flow.steps if large else ():
         moved = moves(op) and sum(v is not None for v in read) == 1 and not op.attrs.programs
         if (moved or op.full_type in ("Add", "Sub")) and any(v in large for v in read):
-            constraints.keep(op, Reason(Kind.FED_SCALE))
+            constraints.keep(op, Reason(kind))
             large.update(v for v in op.outputs if v is not None)
 
 

@@ -27,6 +27,7 @@ from amp_transpiler.passes.numerics.fed_angles import (
 from amp_transpiler.passes.numerics.integer_valued import keep_integer_valued
 from amp_transpiler.passes.numerics.near_one import keep_near_one
 from amp_transpiler.passes.numerics.overflow_rules import apply_overflow_rules
+from amp_transpiler.passes.numerics.own_scores import keep_own_scores
 from amp_transpiler.passes.numerics.places import keep_places
 from amp_transpiler.passes.numerics.poles import keep_from_poles
 from amp_transpiler.passes.numerics.quantised import keep_fake_quantised, keep_quantised
@@ -56,6 +57,7 @@ def known_constraints(
         keep_fed_logarithms(program, flow, ranges, constraints)
     keep_fed_scores(program, flow, ranges, dtype, constraints)
     keep_fed_differences(program, flow, constraints)
+    keep_own_scores(program, flow, constraints)
     keep_running_sums(flow, constraints)
     keep_comparisons(flow, constraints)
     keep_equalities(flow, dtype, constraints)
