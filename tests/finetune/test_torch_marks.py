@@ -267,3 +267,14 @@ def test_what_was_computed_of_a_parameter_alone_is_that_parameter() -> None:
     made.graph.value_info.append(info)
     report = amp.prepare_training(amp.Program.from_onnx(made))
     assert report.trainable == ("w", "b", "c") and "'turned' is 'w' transposed: tied again" in report.notes
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_a_gain_of_the_input_that_is_a_parameter_is_trained(learned: bool) -> None:
+    """As that of RevIN, which looks like the scaling of an image's channels."""
+    weights = {"gain": np.array([[0.5], [2.0], [3.0]]), "w": RANDOM.normal(size=(4, 5))}
+    parameters = ("gain", "w") if learned else ("w",)
+    made = exported("s = Mul (x, gain)  y = MatMul (s, w)", weights, ["", ""], parameters, "float[2,3,4] x")
+    report = amp.prepare_training(amp.Program.from_onnx(made))
+    assert report.trainable == parameters
+    assert ("'gain': scaling of the input, not trained" in report.notes) != learned
