@@ -112,4 +112,4 @@ def test_node(mode: str, dtype: str) -> None:
         halves += any(op.precision == dtype for op in program.walk())
     assert {n: f for n, f in failures.items() if n not in NAMED[mode, dtype]} == {}
     assert set(NAMED[mode, dtype]) - set(failures) == set(), "these come right now: take them off the list"
-    assert halves >= {"pure": 0.5, "mixed": 0.1, "auto": 0.1}[mode] * count
+    assert halves >= {"pure": 0.48, "mixed": 0.1, "auto": 0.1}[mode] * count

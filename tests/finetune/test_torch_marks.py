@@ -278,3 +278,23 @@ def test_a_gain_of_the_input_that_is_a_parameter_is_trained(learned: bool) -> No
     report = amp.prepare_training(amp.Program.from_onnx(made))
     assert report.trainable == parameters
     assert ("'gain': scaling of the input, not trained" in report.notes) != learned
+
+
+def test_the_statistics_of_a_new_norm_are_no_parameters() -> None:
+    """Ones and zeros both, so that the exporter merged them: what is learned moved with what is measured."""
+    held = {"norm.weight": np.ones(4), "norm.bias": np.zeros(4), "v": RANDOM.normal(size=(4, 3))}
+    read = "%x, %p_norm_weight, %p_norm_bias, %b_norm_running_mean, %b_norm_running_var, 0.1, 1e-05"
+    made = exported(
+        "n = BatchNormalization (x, norm_weight, norm_bias, norm_bias, norm_weight)  y = MatMul (n, v)",
+        held,
+        [f"_native_batch_norm_legit_no_training.default](args = ({read})", ""],
+        tuple(held),
+    )
+    signature = made.graph.metadata_props[0]
+    for name in ("running_mean", "running_var"):
+        signature.value += f"\nb_norm_{name}: BUFFER target='norm.{name}' persistent=True"
+    main = amp.Program.from_onnx(made)
+    assert amp.prepare_training(main).trainable == tuple(held)
+    norm = next(op for op in main.operators if op.type == "BatchNormalization")
+    assert norm.input_arg_names == ["x", *list(held)[:2], "norm.running_mean", "norm.running_var"]
+    assert set(main.updates) == {main.var("norm.running_mean"), main.var("norm.running_var")}
