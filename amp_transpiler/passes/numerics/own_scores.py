@@ -1,9 +1,9 @@
-"""What is fed and brought to size by numbers of its own: prices less their mean, over their deviation or their largest.
+"""What is fed and brought to size by numbers of its own: prices less their mean, or their least, over their spread.
 
-That is done to what may be of any size and lie far from 0, as forecasters are fed (RevIN, and what scales by means):
-float16 ends at 65504, and 16 bit holds 40000 to 16, or to 128, which is much beside what the prices of a day differ by.
-It is computed in fp32 from the input on, up to the score. So is what brings a forecast back to that size: products
-with those numbers, and sums.
+That is done to what may be of any size and lie far from 0, as forecasters are fed (RevIN): float16 ends at 65504, and
+16 bit holds 40000 to 16, or to 128, which is much beside what the prices of a day differ by. It is computed in fp32
+from the input on, up to the score. So is what brings a forecast back to that size: products with those numbers, and
+sums. Norms that are operators are left as they are: layers are fed what lies around 0.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.view.constants import is_constant
 from amp_transpiler.passes.view.flow import Flow
 
-#: What takes the mean off and divides, in one.
-_NORMS = frozenset({"LayerNormalization", "InstanceNormalization", "GroupNormalization"})
 #: How a score is made of elements and a number of theirs.
 _SCORES = frozenset({"Sub", "Div", "Mul"})
 #: What brings numbers back to their size.
@@ -31,7 +29,7 @@ _WHY = Reason(Kind.FED_OWN)
 def keep_own_scores(program: Graph, flow: Flow, constraints: Constraints) -> None:
     """Add to ``constraints`` what makes such scores of inputs, and what makes forecasts of them."""
     inputs = {v for v in program.inputs if v.dtype in FLOATS}
-    if any(kind.reduces for kind in flow.kinds.values()) or _NORMS & flow.kinds.keys():
+    if any(kind.reduces for kind in flow.kinds.values()):
         found = _Found(inputs, flow)
         while beside := found.beside(inputs):  # as the states that a part of a transformer is fed
             inputs -= beside
@@ -52,6 +50,8 @@ class _Found:
             operands = [v for v in read if v is not None]
             if operands and not op.attrs.programs:
                 self._take(op, name, operands)
+        if not any(op.full_type == "Sub" for op in self.scores):
+            self.scores.clear()  # shares and lengths alone: norms, whose numbers lie around 0
         self.wanted = {v for op in self.scores for v in self._own(op)}
         #: What computes of inputs what the scores are made of.
         self.upstream: list[Operator] = []
@@ -61,10 +61,6 @@ class _Found:
                 self.upstream.append(op)
 
     def _take(self, op: Operator, name: str, operands: list[Variable]) -> None:
-        if name in _NORMS:
-            if operands[0] in self.elements:
-                self.scores[op] = None
-            return
         fed = [v for v in operands if v in self.elements or v in self.numbers]
         if not fed or any(v not in fed and not _held(v) for v in operands):
             return
