@@ -216,7 +216,7 @@ def _channels_of_groups(e: Emitter, value: Value, groups: tuple[int, int, int, i
 
 
 _AFFINE = ("GroupNormalization", "InstanceNormalization", "LayerNormalization")
-traits(*_AFFINE, weights=(1, 2), biases=(2,))
+traits(*_AFFINE, weights=(1, 2), biases=(2,), centres=True)
 
 
 # Scale, bias and statistics, as PaddlePaddle keeps them (fp16_utils.py).

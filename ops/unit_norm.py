@@ -182,6 +182,7 @@ def mean_variance_normalization(d: Parts, op: Operator, x: Variable) -> list[Var
 
 
 traits("LRN", "MeanVarianceNormalization", "RMSNormalization")
+traits("MeanVarianceNormalization", centres=True)
 traits("SimplifiedLayerNormalization", weights=(1,))
 traits("LpNormalization", over="axis", overflows_inside=Kind.SQUARES_INSIDE)
 keep_fp32("RMSNormalization", inputs=(1,))

@@ -12,7 +12,7 @@ from amp_transpiler.cli.output import patient_output
 from amp_transpiler.cli.ranks import Voice
 from amp_transpiler.cli.terminal import complain, plain_warnings, safe_streams
 from amp_transpiler.errors import AmpError, ArgumentError, ListError
-from amp_transpiler.spelling import near_names
+from amp_transpiler.spelling import near_options
 from amp_transpiler.stops import stop_of, terminable
 from amp_transpiler.version import __version__
 
@@ -66,7 +66,7 @@ class _CommandParser(argparse.ArgumentParser):
         load(self.command).add_options(self)
         options, unknown = super().parse_known_args(*args, **kwargs)
         if unknown:
-            hint = near_names(unknown[0].partition("=")[0], self._option_string_actions, "; ")
+            hint = near_options(unknown[0].partition("=")[0], self._option_string_actions, "; ")
             told = f"unrecognized arguments: {' '.join(unknown)}{hint}"
             self.exit(2, f"{self.prog}: error: {told}\n'{self.prog} --help' lists what it takes\n")
         return options, unknown

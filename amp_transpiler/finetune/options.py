@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypedDict
@@ -12,7 +11,7 @@ from amp_transpiler.finetune.metrics import METRICS, default_metric, fits_loss
 from amp_transpiler.finetune.train_mode import check_batch_norm
 from amp_transpiler.ir.seeded import LARGEST_SEED
 from amp_transpiler.option_checks import choice, flag, is_real, number, strings, switch, whole
-from amp_transpiler.spelling import MODES as MODE_SPELLINGS, TYPES, read_as
+from amp_transpiler.spelling import MODES as MODE_SPELLINGS, TYPES, near_options, read_as
 
 LOSSES = ("cross_entropy", "mse", "bce_with_logits", "kl_div")
 #: Classes of ``amp.optimizer`` by their names on the command line.
@@ -261,7 +260,6 @@ def options_of(given: Mapping[str, Any]) -> FitOptions:
     known = [one.name for one in fields(FitOptions)]
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else f"; it takes {', '.join(known)}"
-            raise ArgumentTypeError(f"fit takes no option '{name}'{hint}")
+            hint = near_options(name, known) or f"it takes {', '.join(known)}"
+            raise ArgumentTypeError(f"fit takes no option '{name}'; {hint}")
     return FitOptions(**given)

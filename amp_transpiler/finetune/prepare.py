@@ -51,6 +51,7 @@ from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.ir.weights import become_constants, not_a_weight
 from amp_transpiler.passes.canonicalize.control_flow import expand_control_flow
+from amp_transpiler.passes.canonicalize.fuse_batch_norm import fuse_batch_norms
 from amp_transpiler.passes.canonicalize.fuse_gelu import fuse_gelus
 from amp_transpiler.passes.canonicalize.fuse_hard_swish import fuse_hard_swishes
 from amp_transpiler.passes.canonicalize.fuse_norm import fuse_layer_norms
@@ -121,7 +122,8 @@ def prepare_training(
     the name of their module, and linear layers their layout [out, in] (``restore``); layer norms that were written out
     (before opset 17), RMS norms, GELUs, SiLUs, hard swishes, softmaxes and rotary positions are one operator again,
     slices that make up a tensor one Split, and Splits of a tensor into the same pieces one. Weights that are
-    standardised by a batch norm of their own statistics are so by a layer norm.
+    standardised by a batch norm of their own statistics are so by a layer norm. A batch norm whose slope is computed
+    beside it, as a trained model in 16 bit has it, takes its scale and variance itself again.
     RMS norms, SiLUs and rotary positions are those which onnxruntime has at every opset (SimplifiedLayerNormalization,
     QuickGelu, RotaryEmbedding); what is saved for inference has them written out. What exports of attention put in the
     place of NaN goes where no mask can make one: NaN of the scores would be hidden from the loss scaling.
@@ -175,6 +177,7 @@ def prepare_training(
         notes += _fix(program, values or {}, feed_shapes or {})
         notes += widen(program)
         convert_opset(program)
+        notes += fuse_batch_norms(program)
         notes += sum_bags(program)
         turns: dict[Operator, Hashable] = {}
         unrolled = expand_control_flow(program, turns=turns)
@@ -351,11 +354,8 @@ def _learned_in_attributes(program: Program) -> list[str]:
     """Say which operators hold what they learned in attributes."""
     learned = [op for op in program.walk() if op.domain == _ML and op.type.startswith(_LEARNED)]
     types = ", ".join(dict.fromkeys(op.type for op in learned))
-    return (
-        [f"The weights of {types} are attributes, which are not trained: fit the model anew where it comes from"]
-        if types
-        else []
-    )
+    told = f"The weights of {types} are attributes, which are not trained: fit the model anew where it comes from"
+    return [told] * bool(types)
 
 
 def _keep_measured(program: Program, calibration: Any) -> list[str]:

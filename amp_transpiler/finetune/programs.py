@@ -242,9 +242,11 @@ def _label(prediction: Variable, options: FitOptions) -> Variable:
         program.rename_variable(program.var(options.label), program.unique(f"{options.label}.computed"))
     if options.loss == "cross_entropy":
         if len(shape) < 2:
+            others = [v.name for v in program.outputs if v.dtype in FLOATS and len(v.shape or ()) > 1]
+            choose = f"; for that of another output choose {options.said('target', others[0])}" if others else ""
             raise ArgumentError(
                 f"{options.said('loss')}: output '{prediction.name}' of shape {shape} has no classes; "
-                "bce_with_logits takes one logit a sample"
+                f"bce_with_logits takes one logit a sample{choose}"
             )
         return data(options.label, shape[:-1], "int64")
     return data(options.label, shape, str(prediction.dtype))

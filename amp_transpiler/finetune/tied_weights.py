@@ -196,10 +196,12 @@ def untie(program: Program, keep: Collection[Variable], turns: Mapping[Operator,
             for reader, place in uses:
                 reader.set_input(place, new)
             new.metadata |= variable.metadata if told and slot not in traits_of(op).statistics else {}
+            new.trainable &= not_a_weight(new) != STATISTICS
             if variable.trainable and not_a_weight(new) not in ("", STATISTICS):  # a number that was equal to it
                 new.persistable = new.trainable = False
                 program.rename_variable(new, program.unique(f"{variable.name}.number"))
             copies += 1
+        variable.trainable &= copies == before or not_a_weight(variable) != STATISTICS
         sources += copies > before
     if not copies:
         return []

@@ -106,7 +106,7 @@ class Run:
                 arrays[options.label],
                 f"{what}: label array '{options.label}'",
                 f"For numbers to predict choose {options.said('loss', 'mse')}, for probabilities from 0 to 1 "
-                f"{options.said('loss', 'bce_with_logits')}",
+                f"{options.said('loss', 'bce_with_logits')}, for shares of classes {options.said('loss', 'kl_div')}",
             )
 
     def _with_batch(

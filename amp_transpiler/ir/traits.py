@@ -40,6 +40,8 @@ class Traits:
     ``reduces``: it makes one number of all along these axes: their "sum" (one that grows with their number), "mean",
     "max", "min", "squares" (their sum), "norm" (its root), "powers", "product", "log-sum" or "index". "" where each
     element of the first input has one of its own.
+    ``centres``: it computes with how far elements of its first input are from a number of their own: their mean, the
+    largest.
     ``product``: it sums products of elements of two inputs, as matrix units compute them.
     ``weight_axes``: of a product: the axes of the weights in slot 1 over which it sums, by the operator and their rank.
     ``adds``: it adds elements, compares them or takes the larger or smaller ones: beside another, a number that
@@ -86,6 +88,7 @@ class Traits:
     elementwise: bool = False
     over: str = ""
     reduces: str = ""
+    centres: bool = False
     product: bool = False
     weight_axes: Callable[[Operator, int], tuple[int, ...]] | None = None
     adds: bool = False

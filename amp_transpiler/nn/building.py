@@ -207,12 +207,15 @@ def variable(
     return value
 
 
-def fixed(call: str, argument: str, value: Variable, axis: int) -> int:
-    """The size of one dimension; ArgumentError where it is not fixed."""
+def fixed(call: str, argument: str, value: Variable, axis: int, way_out: str = "") -> int:
+    """The size of one dimension; ArgumentError, with the way out, where it is not fixed."""
     assert value.shape is not None
     size = value.shape[axis]
     if not isinstance(size, int):
-        raise ArgumentError(f"{call}: dimension {axis} of {argument} {describe(value)} must be known while building")
+        raise ArgumentError(
+            f"{call}: dimension {axis} of {argument} {describe(value)} must be known while building"
+            + f"; {way_out}" * bool(way_out)
+        )
     return size
 
 

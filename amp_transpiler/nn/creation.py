@@ -102,3 +102,11 @@ def assign(x: Any, *, name: str | None = None) -> Variable:
     if not isinstance(x, np.ndarray) and array.dtype == np.float64:
         array = array.astype(np.float32)
     return program.add_constant(f"{name}.const", array)
+
+
+@function()
+def detach(x: Variable, *, name: str | None = None) -> Variable:
+    """A copy of a variable in which the backward pass ends, as in a target; the variable itself keeps its gradient."""
+    copy = append("detach", "Identity", [variable("detach", "x", x)])
+    copy.stop_gradient = True
+    return copy

@@ -56,6 +56,7 @@ from amp_transpiler.nn.conv_functions import (
 from amp_transpiler.nn.creation import (
     arange as arange,
     assign as assign,
+    detach as detach,
     full as full,
     full_like as full_like,
     ones as ones,

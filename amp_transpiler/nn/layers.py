@@ -23,6 +23,8 @@ from amp_transpiler.nn.initializer import Constant, XavierUniform
 from amp_transpiler.nn.parameters import Attr, parameter, required
 from amp_transpiler.option_checks import choice
 
+_FLATTENED = "num_flatten_dims=-1 keeps all dimensions but the last, as for a layer at each step of a sequence"
+
 
 @paddle_arguments("nn.layer")
 def fc(
@@ -53,7 +55,7 @@ def fc(
             f"{call}: x {describe(x)} must have more than {kept} dimensions: num_flatten_dims={kept} of them are kept, "
             "at least 1, the others are the features"
         )
-    features = math.prod(fixed(call, "x", x, axis) for axis in range(kept, rank))
+    features = math.prod(fixed(call, "x", x, axis, _FLATTENED) for axis in range(kept, rank))
     required(call, "param_attr", param_attr)
     name = layer_name(call, name)
     weight = parameter(call, f"{name}.w_0", [features, size], x.dtype, param_attr, XavierUniform())

@@ -94,15 +94,23 @@ class OptimizerWithMixedPrecision:
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_") or name == "optimizers" or hasattr(type(self), name):
             super().__setattr__(name, value)
-        elif len(self.optimizers) > 1:
+        elif not hasattr(self._only(name), name):
+            raise MissingNameError(f"a decorated {type(self.optimizers[0]).__name__} has no attribute '{name}'")
+        else:
+            setattr(self.optimizers[0], name, value)
+
+    def _only(self, name: str) -> UpdateRule:
+        """The optimizer that it holds, of which ``name`` is to be set; ArgumentError where it holds several."""
+        if len(self.optimizers) > 1:
             raise ArgumentError(
                 f"{name} of a decorated optimizer: it holds {len(self.optimizers)}; set it on one of "
                 f"them, as in decorated.optimizers[0].{name}"
             )
-        elif not hasattr(self.optimizers[0], name):
-            raise MissingNameError(f"a decorated {type(self.optimizers[0]).__name__} has no attribute '{name}'")
-        else:
-            setattr(self.optimizers[0], name, value)
+        return self.optimizers[0]
+
+    def set_lr(self, value: float, scope: Scope | None = None) -> None:
+        """``set_lr`` of the optimizer that it holds, errors as there; ArgumentError where it holds several."""
+        self._only("set_lr").set_lr(value, scope)
 
     @property
     def training(self) -> Training:
@@ -230,7 +238,8 @@ class OptimizerWithMixedPrecision:
         """Prepare stored parameters, and a test program, for 16 bit. Call it after the startup program ran.
 
         In pure mode the parameters that 16-bit operators read are rounded in ``scope`` (default: the
-        global one), and ``test_program`` is rewritten like the training program. Otherwise parameters
+        global one), and ``test_program`` is rewritten like the training program, whose parameters it reads as they are
+        stored, in whatever way it reads them: a decoding step of its own may be one. Otherwise parameters
         stay fp32, and ``test_program`` is rewritten only with ``use_fp16_test``.
 
         OrderError: before ``minimize``. ScopeError: the startup program never ran. PrecisionError: a parameter does

@@ -125,7 +125,7 @@ class LRScheduler:
         if not states:
             raise OrderError(
                 f"{type(self).__name__}.step: the scope holds no step of this schedule; minimize with it, "
-                "and run the startup program, first"
+                "and run the startup program, first; if that ran into a scope of its own, pass scope="
             )
         return states
 

@@ -16,6 +16,7 @@ from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.optimizer.lr_schedule import LRScheduler, count, rate, real
 from amp_transpiler.option_checks import shown
 from amp_transpiler.runtime.scope import Scope, check_scope
+from amp_transpiler.warn import warn_user
 
 
 class SteppedRate(LRScheduler):
@@ -43,10 +44,24 @@ class SteppedRate(LRScheduler):
         OrderError: before the startup program ran.
         """
         scope = check_scope(scope)
-        states = self._states_in(scope)
+        states = self._own_states_in(scope) if epoch is None else self._states_in(scope)
         now = self._epoch + 1 if epoch is None else count(self, "epoch", epoch, 0)
         self._rate, self._epoch = self.value(now), now
         self._write(scope, states)
+
+    def _own_states_in(self, scope: Scope) -> list[str]:
+        """The variables of the scope that follow this schedule; a warning where they do not stand where it stands, as
+        after a checkpoint was loaded. OrderError where there is none."""
+        states = self._states_in(scope)
+        held = float(scope.find_var(states[0]))
+        if held != np.float32(self._rate):
+            warn_user(
+                f"{type(self).__name__}.step: the scope holds the rate {held:g}, and this schedule stands at step "
+                f"{self._epoch}, with {self._rate:g}, and goes on from there. A checkpoint has the rate alone: save "
+                "state_dict() beside it, as with save_checkpoint(extra=schedule.state_dict()), and give it to "
+                "set_state_dict after load_checkpoint"
+            )
+        return states
 
     def _write(self, scope: Scope, states: list[str]) -> None:
         for name in states:
@@ -75,7 +90,10 @@ class _ByFunction(SteppedRate):
 
 @paddle_arguments("optimizer.stepped")
 class LambdaDecay(_ByFunction):
-    """``learning_rate * lr_lambda(step)``; ``lr_lambda`` gets a whole number, the first being 0."""
+    """``learning_rate * lr_lambda(step)``; ``lr_lambda`` gets a whole number, the first being 0.
+
+    A checkpoint has the rate alone: save ``state_dict()`` beside it, as its ``extra``.
+    """
 
     def value(self, step: int) -> float:
         """The rate of step ``step``, the first being 0."""
@@ -84,7 +102,7 @@ class LambdaDecay(_ByFunction):
 
 @paddle_arguments("optimizer.stepped")
 class MultiplicativeDecay(_ByFunction):
-    """``learning_rate * lr_lambda(1) * … * lr_lambda(step)``."""
+    """``learning_rate * lr_lambda(1) * … * lr_lambda(step)``; where it stands is saved as that of LambdaDecay."""
 
     def value(self, step: int) -> float:
         """The rate of step ``step``, the first being 0."""
@@ -101,6 +119,8 @@ class ReduceOnPlateau(SteppedRate):
     ``step(metric)`` takes a number: a loss that falls (``mode="min"``), or a score that rises ("max"). Better means by
     ``threshold`` times the best one (``threshold_mode="rel"``), or by ``threshold`` ("abs"). For ``cooldown`` steps
     after a reduction nothing is counted. A difference of rates up to ``epsilon`` is none.
+
+    A checkpoint has the rate alone: save ``state_dict()`` beside it, as its ``extra``.
     """
 
     def __init__(
@@ -136,7 +156,7 @@ class ReduceOnPlateau(SteppedRate):
     def step(self, metrics: Any, epoch: int | None = None, scope: Scope | None = None) -> None:  # type: ignore[override]
         """Count a metric, a number or an array of one, and put the rate into ``scope`` (default: the current one)."""
         scope = check_scope(scope)
-        states = self._states_in(scope)
+        states = self._own_states_in(scope)
         number = np.asarray(metrics)
         if number.size != 1 or number.dtype.kind not in "fiu":
             raise ArgumentTypeError(f"ReduceOnPlateau.step: metrics is {shown(metrics)}; expected one number")

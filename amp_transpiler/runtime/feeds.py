@@ -149,6 +149,8 @@ class Feeds:
         try:
             array = np.asarray(value)
             found = element_type(array.dtype)
+            if array.dtype == object and not isinstance(next(array.flat, ""), (str, bytes)):
+                raise TypeError("it holds Python objects")
         except (ArgumentError, TypeError, ValueError, RuntimeError) as error:
             raise FeedTypeError(
                 f"feed '{declared.name}' of program '{self.program}' is not an array of numbers: "

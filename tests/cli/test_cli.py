@@ -181,8 +181,8 @@ def test_wrong_usage_is_status_2() -> None:
     [
         (["convert", "--exclude", "x*"], "--exclude x*; did you mean '--except'?"),
         (["convert", "--op-block-list=Conv"], "--op-block-list=Conv; did you mean '--black-list'?"),
-        (["train", "--learning-rate", "1"], "--learning-rate 1\n"),
-        (["train", "--device", "cuda"], "--device cuda\n"),
+        (["train", "--learning-rate", "1"], "--learning-rate 1; did you mean '--lr'?"),
+        (["train", "--device", "cuda"], "--device cuda; did you mean '--place'?"),
         (["info", "--fp16"], "--fp16\n"),
     ],
 )

@@ -18,23 +18,21 @@ from tests.helpers.sessions import session
 #: The largest error of 16-bit arithmetic in these small models.
 TOLERANCE = {"float16": 0.02, "bfloat16": 0.06}
 
-_DIGITS = "its inputs, 10000 to 10003, are one number in 16 bit"
 _LOWEST = "masked places of qk_matmul_output hold float32's lowest number, which has no 16-bit form"
 _ONNX = "onnx's own full check refuses the original: the function body of MeanVarianceNormalization"
-_LARGE = {f"test_{kind}_large_number": _DIGITS for kind in ("softmax", "logsoftmax")}
-_ALWAYS = {
+#: What cannot be right in any mode or type: the test fails where one of them comes right, or another goes wrong.
+NAMED = {
     "test_attention_4d_with_past_and_present_qk_matmul_bias_3d_mask_causal": _LOWEST,
     "test_attention_4d_with_past_and_present_qk_matmul_bias_4d_mask_causal": _LOWEST,
     "test_mvn": _ONNX,
 }
-#: What cannot be right, by mode and type: the test fails where one of them comes right, or another goes wrong.
-NAMED = {
-    ("pure", "float16"): _ALWAYS | _LARGE,
-    ("mixed", "float16"): _ALWAYS,
-    ("auto", "float16"): _ALWAYS,
-    ("pure", "bfloat16"): _ALWAYS | {n: r for n, r in _LARGE.items() if n != "test_logsoftmax_large_number"},
-    ("mixed", "bfloat16"): _ALWAYS,
-}
+MODES = [
+    ("pure", "float16"),
+    ("mixed", "float16"),
+    ("auto", "float16"),
+    ("pure", "bfloat16"),
+    ("mixed", "bfloat16"),
+]
 
 Case = tuple[str, onnx.ModelProto, dict[str, Any], list[Any]]
 
@@ -83,7 +81,7 @@ def proved(name: str, program: amp.Program, dtype: str, feed: dict[str, Any], ex
     return PROVED[key]
 
 
-@pytest.mark.parametrize(("mode", "dtype"), list(NAMED))
+@pytest.mark.parametrize(("mode", "dtype"), MODES)
 def test_node(mode: str, dtype: str) -> None:
     """Pure float16 takes all cases, where they only hand numbers on with inputs and outputs of its own. The modes that
     choose operators by what it and the lists do take every other one.
@@ -92,12 +90,12 @@ def test_node(mode: str, dtype: str) -> None:
     other mode takes a quarter, no two of them the same.
     """
     failures: dict[str, str] = {}
-    turn, step = list(NAMED).index((mode, dtype)), 1 if mode == "pure" or (mode, dtype) == ("mixed", "float16") else 2
+    turn, step = MODES.index((mode, dtype)), 1 if mode == "pure" or (mode, dtype) == ("mixed", "float16") else 2
     count = halves = written_out = 0
     for number, (name, model, feed, expected) in enumerate(cases()):
         written_out += "_expanded" in name
         taken = turn in (0, 1 + written_out % 4) if "_expanded" in name else number % step == 0
-        if not taken and name not in NAMED[mode, dtype]:
+        if not taken and name not in NAMED:
             continue
         count += 1
         try:
@@ -110,6 +108,6 @@ def test_node(mode: str, dtype: str) -> None:
         except Exception as error:  # whatever it is, it is a failure of this case
             failures[name] = f"{type(error).__name__}: {error}"
         halves += any(op.precision == dtype for op in program.walk())
-    assert {n: f for n, f in failures.items() if n not in NAMED[mode, dtype]} == {}
-    assert set(NAMED[mode, dtype]) - set(failures) == set(), "these come right now: take them off the list"
-    assert halves >= {"pure": 0.48, "mixed": 0.1, "auto": 0.1}[mode] * count
+    assert {n: f for n, f in failures.items() if n not in NAMED} == {}
+    assert set(NAMED) - set(failures) == set(), "these come right now: take them off the list"
+    assert halves >= {"pure": 0.45, "mixed": 0.1, "auto": 0.1}[mode] * count

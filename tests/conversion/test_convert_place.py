@@ -332,7 +332,9 @@ def test_modes_that_ask_for_it_literally() -> None:
 
 
 def test_a_function_that_is_computed_in_16_bit() -> None:
-    model = filled("m (float[64,64] x) => (float[64,64] y) { a = Softmax(x) b = Neg(x) c = Neg(b) y = Add(a, c) }")
+    model = filled(
+        "m (float[64,64] x) => (float[64,64] y) <float[64] w> { m = Mul(x, w) a = Softmax(m) b = Neg(x) c = Neg(b) y = Add(a, c) }"
+    )
     why = only(amp.convert(model, place="webgpu"), "Softmax").why
     assert why.kind is Kind.ROUNDED_INSIDE and why.runs == "fp32"
 

@@ -177,3 +177,20 @@ def test_equal_matrices_that_the_exporter_tells_apart_are_not_tied(last: str, ap
     made = said(copies(shared=False), ("policy_e_weight", "policy_h_weight", "ref_e_weight", last))
     report = amp.prepare_training(amp.Program.from_onnx(made))
     assert report.trainable == ("policy.e.weight", "policy.h.weight", "ref.e.weight") + ("ref.h.weight",) * apart
+
+
+@pytest.mark.parametrize("names", [("scale", "bias"), ("norm.running_var", "norm.running_mean")])
+@pytest.mark.parametrize("how", ["frozen", "train"])
+def test_statistics_that_were_equal_to_a_weight_are_not_trained(how: str, names: tuple[str, str]) -> None:
+    """Those of a batch norm as it was made: ones are its scale and variance, zeros its bias and mean."""
+    one, zero = names
+    made = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]> net (float[4,2] x) => (float[4,2] y)
+        <float[2] one = {1, 1}, float[2] zero = {0, 0}> { y = BatchNormalization(x, one, zero, zero, one) }""")
+    made.graph.node[0].input[1:] = [one, zero, zero, one]
+    for held, name in zip(made.graph.initializer, names, strict=True):
+        held.name = name
+    program = amp.Program.from_onnx(made)
+    report = amp.prepare_training(program, batch_norm=how)
+    (norm,) = program.operators
+    assert [v is not None and v.trainable for v in norm.inputs[1:]] == [True, True, False, False]
+    assert len(report.trainable) == 2

@@ -129,7 +129,9 @@ def test_every_argument_is_checked_before_the_first_step(
 @pytest.mark.parametrize(
     "given, told",
     [
-        ({"epoch": 3}, "no option 'epoch'; did you mean epochs"),
+        ({"epoch": 3}, "no option 'epoch'; did you mean 'epochs'"),
+        ({"learning_rate": 0.1}, "no option 'learning_rate'; did you mean 'lr'"),
+        ({"nothing": 0.1}, "no option 'nothing'; it takes label, loss, "),
         ({"epochs": 1.5}, "epochs is 1.5; expected a whole number"),
         ({"lr": "0.1"}, "lr is '0.1'; expected a number"),
         ({"freeze": "w"}, "freeze is 'w'; expected a list"),
@@ -193,7 +195,7 @@ def test_data_that_does_not_fit_is_named_with_its_place(where: str, what: str, t
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("flags, way", [(True, "--loss mse"), (True, "--loss bce_with_logits"), (False, "loss=mse")])
+@pytest.mark.parametrize("flags, way", [(True, "--loss mse"), (True, "--loss kl_div"), (False, "loss=mse")])
 def test_labels_that_are_no_classes_name_the_losses_that_take_them(flags: bool, way: str, tmp_path: Path) -> None:
     data = spoiled("half")
     with pytest.raises(amp.errors.FeedTypeError, match="whole numbers.*" + way):

@@ -118,6 +118,17 @@ def test_what_leaves_float16_alone_is_no_matter_in_bfloat16(dtype: str, kept: bo
     assert any("not fit float16" in line for line in told) == kept, told
 
 
+def test_an_output_without_classes_names_one_that_has_them(tmp_path: Path) -> None:
+    model = two_heads()
+    model.graph.output.reverse()
+    model.graph.node.append(onnx.helper.make_node("Flatten", ["number"], ["flat"]))
+    model.graph.node.append(onnx.helper.make_node("ReduceSum", ["flat", "one"], ["sum"], keepdims=0))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([1]), "one"))
+    model.graph.output[0].CopyFrom(onnx.helper.make_tensor_value_info("sum", onnx.TensorProto.FLOAT, ["n"]))
+    with pytest.raises(amp.errors.ArgumentError, match="'sum' .* has no classes; .* choose --output classes"):
+        amp.fit(model, tmp_path / "out.onnx", data={"x": np.ones((4, 4)), "label": np.zeros(4, int)}, flags=True)
+
+
 def test_messages_name_the_way_out(tmp_path: Path) -> None:
     x = np.zeros((40, 4), np.float32)
     one = parsed("net (float[n, 4] x) => (float[n, 1] y) { y = MatMul (x, w) }", w=(4, 1))

@@ -35,6 +35,19 @@ def filled(text: str) -> onnx.ModelProto:
     return model
 
 
+def behind_weights(model: onnx.ModelProto) -> tuple[onnx.ModelProto, np.ndarray[Any, Any]]:
+    """The model behind a product of its input "x" and weights of 2 and 4, and these: what it begins with reads what a
+    layer makes. Fed with x over the weights, as "fed", it computes what it did."""
+    found = onnx.ModelProto()
+    found.CopyFrom(model)
+    (fed,) = (value for value in found.graph.input if value.name == "x")
+    fed.name = "fed"
+    weights = np.resize(np.float32([2, 4]), fed.type.tensor_type.shape.dim[-1].dim_value)
+    found.graph.initializer.append(onnx.numpy_helper.from_array(weights, "weights_of_x"))
+    found.graph.node.insert(0, onnx.helper.make_node("Mul", ["fed", "weights_of_x"], ["x"]))
+    return found, weights
+
+
 def faithful(program: amp.Program, feed: dict[str, Any]) -> list[Any]:
     """The outputs of a converted program, rounded as a GPU rounds them."""
     names = [v.name for v in program.outputs]

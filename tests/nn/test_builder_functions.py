@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
 from tests.helpers.layers import computed, feed, softmax
 
@@ -138,3 +139,32 @@ def test_accuracy(k: int, dtype: str) -> None:
     (found,) = computed(lambda x, y: F.accuracy(x, y, k), scores, label)
     best = np.argsort(-scores, 1)[:, :k]
     np.testing.assert_allclose(found, (best == label).any(1).mean(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed", "pure"])
+def test_the_backward_pass_ends_in_a_detached_copy_alone(mode: str) -> None:
+    """A straight-through estimator, y = z + detach(q - z), and a target that z is drawn to, in every precision."""
+    x = feed(6, 4)
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard(), amp.fp16_guard():
+        w = amp.create_parameter([4, 3], name="w", initializer=amp.nn.initializer.Constant(0.5))
+        c = amp.create_parameter([3], name="c", initializer=amp.nn.initializer.Constant(0.25))
+        z = amp.data("x", [6, 4]) @ w
+        q = F.round(z) + c
+        y = z + (q - z).detach()
+        loss = F.mean(F.square(y - 1.0)) + F.mean(F.square(F.detach(z) - q))
+        optimizer: Any = amp.optimizer.SGD(1.0, multi_precision=mode == "pure")
+        if mode != "fp32":
+            optimizer = amp.decorate(optimizer, use_pure_fp16=mode == "pure", init_loss_scaling=8.0)
+        optimizer.minimize(loss)
+    scope, executor = amp.Scope(), amp.Executor(amp.CPUPlace())
+    executor.run(startup, scope=scope)
+    if mode == "pure":
+        optimizer.amp_init(amp.CPUPlace(), scope)
+    executor.run(main, {"x": x}, [], scope=scope)
+    made = x @ np.full((4, 3), 0.5)
+    rounded = np.round(made) + 0.25
+    steps = {"w": x.T @ (2 * (rounded - 1) / made.size), "c": (2 * (rounded - made) / made.size).sum(0)}
+    for name, first in (("w", 0.5), ("c", 0.25)):
+        step = first - scope.find_var(f"{name}_fp32_master_0" if mode == "pure" else name)
+        np.testing.assert_allclose(step, steps[name], atol=1e-6 if mode == "fp32" else 2e-3)

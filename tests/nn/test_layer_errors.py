@@ -43,6 +43,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "weight": (lambda: F.conv2d(image(), nn.create_parameter([2, 3, 3, 3])), r"weight .* must have 4 in dimension 1"),
     "groups": (lambda: nn.group_norm(image(), 3), r"group_norm: groups=3 must divide the 4 channels"),
     "epsilon": (lambda: nn.instance_norm(image(), epsilon=-1), r"epsilon must not be negative"),
+    "open length": (lambda: nn.fc(nn.data("x", [None, None, 4]), 2), r"dimension 1 of x .*; num_flatten_dims=-1 keeps"),
     "prelu": (lambda: nn.prelu(image(), "each"), r"prelu: mode is 'each'; expected one of all"),
     "padding row": (
         lambda: nn.embedding(nn.data("i", [2], "int64"), [3, 4], padding_idx=3),

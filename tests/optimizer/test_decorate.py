@@ -269,6 +269,35 @@ def test_amp_init_rewrites_the_test_program(is_pure: bool, use_fp16_test: bool, 
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_amp_init_lets_a_program_read_parameters_in_another_way(dtype: str) -> None:
+    """One that training adds is looked up, and a table that it looks up, which stays fp32, is multiplied."""
+
+    def parameters() -> tuple[Variable, Variable]:
+        return nn.create_parameter([4, 3], name="places"), nn.create_parameter([5, 3], name="table")
+
+    main, startup, step = Program(), Program("startup"), Program("step")
+    with program_guard(main, startup), context.fp16_guard():
+        places, table = parameters()
+        read = F.embedding(nn.data("ids", [4], "int64"), table) + places
+        optimizer = pure(dtype=dtype)
+        optimizer.minimize(F.mean(F.square(read)))
+    with program_guard(step, Program("startup of the step")), context.fp16_guard():
+        places, table = parameters()
+        row = F.embedding(nn.data("place", [1], "int64"), places)
+        scores = F.matmul(row, table, transpose_y=True)
+    scope, executor = Scope(), Executor(CPUPlace())
+    executor.run(startup, scope=scope)
+    optimizer.amp_init(CPUPlace(), scope, step)
+    assert (places.dtype, table.dtype) == (main.var("places").dtype, main.var("table").dtype) == (dtype, "float32")
+    (shown,) = executor.run(step, {"place": np.array([2])}, [scores], scope)
+    narrow = scope.find_var("places").dtype
+    expected = scope.find_var("places")[2:3].astype(np.float32) @ scope.find_var("table").astype(narrow).T.astype(
+        np.float32
+    )
+    assert np.array_equal(shown, expected.astype(narrow).astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_executor_skips_a_bad_step_and_goes_on(dtype: str) -> None:
     net = Regression(pure(decr_every_n_nan_or_inf=1, dtype=dtype))
     scope, place = Scope(), CPUPlace()

@@ -227,7 +227,7 @@ def test_functions_are_methods_of_variables() -> None:
             a.max(axis=0, keepdim=True),
         ]
         got = amp.Executor().run(a.program, feed={"a": x}, fetch_list=fetched)
-        for name in ("numpy", "backward", "ndim", "detach", "op", "grad"):
+        for name in ("numpy", "backward", "ndim", "op", "grad"):
             with pytest.raises(MissingNameError, match=f"'amp_transpiler.Variable' has no attribute '{name}': "):
                 getattr(a, name)
     wanted = [x.mean(), x.sum(1), x.reshape(3, 2), x.T, np.exp(x), x.max(0, keepdims=True)]
@@ -285,3 +285,17 @@ def test_a_misspelt_name_leads_to_those_near_it() -> None:
             getattr(home, name)
     with pytest.raises(MissingNameError, match="has no attribute '_softmax'$"):
         F._softmax  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_names_of_torch_say_what_to_use() -> None:
+    looked_up = {
+        amp: ("auto_cast", "DataLoader", "load_state_dict"),
+        amp.nn: ("utils", "Parameter"),
+        amp.optimizer.lr: ("StepLR", "SequentialLR"),
+        amp.Program(): ("train", "eval", "half", "to", "run"),
+        amp.optimizer.SGD(0.1): ("param_groups", "lr"),
+    }
+    for owner, names in looked_up.items():
+        for name in names:
+            with pytest.raises(MissingNameError, match=f"has no attribute '{name}': "):
+                getattr(owner, name)

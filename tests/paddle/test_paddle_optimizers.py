@@ -318,6 +318,8 @@ def test_other_attributes_reach_the_optimizer_or_raise() -> None:
         ArgumentError, match=r"it holds 2; set it on one of them, as in decorated.optimizers\[0\].learning_rate"
     ):
         two.learning_rate = 0.5
+    with pytest.raises(ArgumentError, match=r"it holds 2; .* decorated.optimizers\[0\].set_lr"):
+        two.set_lr(0.5)
     two.optimizers[1].learning_rate = 0.5
     assert [each.learning_rate for each in two.optimizers] == [0.1, 0.5]
 

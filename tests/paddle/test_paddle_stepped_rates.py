@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,26 @@ def test_they_go_on_from_their_state_and_the_rate_is_in_a_checkpoint(tmp_path: P
         assert function.state_dict() == {"last_epoch": 3, "last_lr": 0.125} and net.run() == 0.125
         function.set_state_dict({"last_epoch": 1, "last_lr": 0.5})
         assert net.run() == 0.5
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_one_that_was_not_told_where_it_stood_says_so(told: bool, tmp_path: Path) -> None:
+    rules = [lr.LambdaDecay(1.0, lambda step: 0.5**step) for _ in range(2)]
+    first, other = (Net(rule) for rule in rules)
+    for _ in range(3):
+        rules[0].step(scope=first.scope)
+    amp.save_checkpoint(tmp_path / "c", first.main, first.scope, extra=rules[0].state_dict())
+    loaded = amp.load_checkpoint(tmp_path / "c", other.main, other.scope)
+    with warnings.catch_warnings(record=True) as warned, amp.scope_guard(other.scope):
+        warnings.simplefilter("always")
+        if told:
+            rules[1].set_state_dict(loaded.extra)
+        rules[1].step()
+        rules[1].step()
+    assert other.run() == (0.5**5 if told else 0.5**2)
+    said = [str(one.message) for one in warned]
+    assert len(said) == (not told)
+    assert told or "holds the rate 0.125, and this schedule stands at step 0, with 1, and goes on" in said[0]
 
 
 def test_a_bad_step_leaves_the_rate_to_the_user() -> None:

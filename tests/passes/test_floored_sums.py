@@ -13,10 +13,14 @@ from tests.helpers.sessions import run
 
 HEAD = '<ir_version: 8, opset_import: ["" : 18]> net (float[2,5,8] x, int64[2,5,3] at) => (float[2,5,3] y) '
 HEAD += "<int64[1] last = {-1}, int64[1] one = {1}, int64[1] six = {6}, float tiny = {1e-20}, float small = {1e-12}, float some = {1e-6}, int64[3] shape = {2, 5, 3}> "
+#: A layer: scores that are fed are taken a softmax of in fp32.
+HALF = (
+    "half = Constant <value = float[8] {0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.25}> ()  z = Mul(x, half)  p = Softmax(z)"
+)
 SHARES = {
     "as DeepSeek writes them": "p = Sigmoid(x)  w = GatherElements <axis = -1> (p, at)  s = ReduceSum(w, last)  d = Add(s, tiny)",
-    "as ERNIE writes them": "p = Softmax(x)  w = GatherElements <axis = -1> (p, at)  s = ReduceSum(w, last)  d = Clip(s, small)",
-    "as normalize writes them": """p = Softmax(x)  w = GatherElements <axis = -1> (p, at)  s = ReduceL1(w, last)  c = Max(small, s)
+    "as ERNIE writes them": f"{HALF}  w = GatherElements <axis = -1> (p, at)  s = ReduceSum(w, last)  d = Clip(s, small)",
+    "as normalize writes them": f"""{HALF}  w = GatherElements <axis = -1> (p, at)  s = ReduceL1(w, last)  c = Max(small, s)
         d = Expand(c, shape)""",
 }
 #: Of numbers of either sign, whose magnitudes are added.

@@ -10,7 +10,7 @@ import onnxruntime as ort
 import pytest
 
 import amp_transpiler as amp
-from tests.helpers.converting import off
+from tests.helpers.converting import behind_weights, off
 
 #: One of Keras 3 over a GlobalAveragePool, one of ``tf.nn.batch_normalization`` with operands swapped, one set of weights.
 NORMS = """<ir_version: 8, opset_import: ["" : 17]>
@@ -264,7 +264,7 @@ net (float[2,4,6] x, bool c) => (float[2,4,6] y)
 
 
 def test_norms_in_branches_are_operators_too() -> None:
-    model = onnx.parser.parse_model(BRANCHES)
+    model, _ = behind_weights(onnx.parser.parse_model(BRANCHES))
     converted = amp.convert(model)
     one, two = next(op for op in converted.operators if op.type == "If").attrs.programs
     assert "LayerNormalization" in {op.type for op in one.operators}
@@ -276,7 +276,7 @@ def test_norms_in_branches_are_operators_too() -> None:
     for branch in (True, False):
         found, wanted = (
             ort.InferenceSession(each.SerializeToString(), providers=["CPUExecutionProvider"]).run(
-                None, {"x": X, "c": np.array(branch)}
+                None, {"fed": X, "c": np.array(branch)}
             )
             for each in (converted.to_onnx(), model)
         )

@@ -287,7 +287,7 @@ def test_more_masks_than_share_the_range_stay_fp32_until_the_softmax() -> None:
     ],
 )
 def test_masks_go_on_behind_the_logarithm_of_a_softmax(behind: str, kept: bool) -> None:
-    p = masked(f"f = Cast<to = 1>(c)  o = Sub(one, f)  m = Mul(o, low)  a = Add(x, m)  {behind}")
+    p = masked(f"f = Cast<to = 1>(c)  o = Sub(one, f)  m = Mul(o, low)  h = MatMul(x, w)  a = Add(h, m)  {behind}")
     expected = run(p, FEEDS)[0]
     done = amp.convert(p.to_onnx(), mode="pure")
     assert {op.precision for op in done.operators if op.type == "LogSoftmax"} == {"float32" if kept else "float16"}

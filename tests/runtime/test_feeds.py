@@ -36,8 +36,8 @@ BAD_FEEDS: dict[str, tuple[Any, type[Exception], str]] = {
     "too large": ({"x": X + 0, "row": [0, 1, 2, 2**63]}, FeedTypeError, "does not fit int64"),
     "ragged": ({"x": [[1, 2], [3]], "row": ROW}, FeedTypeError, "do not form an array"),
     "text": ({"x": "abc", "row": ROW}, FeedTypeError, "'x' .* is string; it is declared as float32"),
-    "none": ({"x": None, "row": ROW}, FeedTypeError, "'x'"),
-    "object": ({"x": object(), "row": ROW}, FeedTypeError, "'x'"),
+    "none": ({"x": None, "row": ROW}, FeedTypeError, "'x' .* is not an array of numbers: NoneType"),
+    "object": ({"x": object(), "row": ROW}, FeedTypeError, "'x' .* is not an array of numbers: object"),
     "no dictionary": ([X, ROW], ArgumentTypeError, "feed is a dictionary"),
     "key": ({0: X, "row": ROW}, ArgumentTypeError, "the keys of feed"),
 }

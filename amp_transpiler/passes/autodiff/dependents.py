@@ -38,7 +38,8 @@ def check_no_gradient_behind(loss: Variable) -> None:
         if variable.grad_of is not None:
             raise GradientError(
                 f"loss '{loss.name}' of program '{loss.program.name}' is computed of the gradient '{variable.name}', "
-                "and there are no gradients of gradients: write out what its penalty takes, or leave it out"
+                "and there are no gradients of gradients: write out what its penalty takes, or leave it out. Where "
+                "none is asked of it, as for adversarial examples, fetch it from one program and feed it to another"
             )
         read = () if variable.producer is None else variable.producer.inputs
         new = [v for v in read if v is not None and v.key not in seen]

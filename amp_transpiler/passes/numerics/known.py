@@ -18,16 +18,12 @@ from amp_transpiler.ir.types import FLOATS, SHORT
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.numerics.comparisons import keep_comparisons, keep_equalities
 from amp_transpiler.passes.numerics.constraints import Constraints
-from amp_transpiler.passes.numerics.fed_angles import (
-    keep_angles,
-    keep_fed_differences,
-    keep_fed_logarithms,
-    keep_fed_scores,
-)
+from amp_transpiler.passes.numerics.fed import Fed
+from amp_transpiler.passes.numerics.fed_angles import keep_angles, keep_fed_logarithms
+from amp_transpiler.passes.numerics.fed_differences import keep_fed_differences, keep_fed_scores, keep_fed_sums
 from amp_transpiler.passes.numerics.integer_valued import keep_integer_valued
 from amp_transpiler.passes.numerics.near_one import keep_near_one
 from amp_transpiler.passes.numerics.overflow_rules import apply_overflow_rules
-from amp_transpiler.passes.numerics.own_scores import keep_own_scores
 from amp_transpiler.passes.numerics.places import keep_places
 from amp_transpiler.passes.numerics.poles import keep_from_poles
 from amp_transpiler.passes.numerics.quantised import keep_fake_quantised, keep_quantised
@@ -52,12 +48,13 @@ def known_constraints(
     progress("integers and ranges")
     keep_integer_valued(program, constraints)
     keep_places(flow, constraints)
-    keep_angles(program, flow, ranges, constraints)
+    fed = Fed(program, flow)
+    keep_angles(fed, ranges, constraints)
     if dtype == "float16":
-        keep_fed_logarithms(program, flow, ranges, constraints)
-    keep_fed_scores(program, flow, ranges, dtype, constraints)
-    keep_fed_differences(program, flow, constraints)
-    keep_own_scores(program, flow, constraints)
+        keep_fed_logarithms(fed, ranges, constraints)
+    keep_fed_scores(fed, ranges, dtype, constraints)
+    keep_fed_differences(fed, constraints)
+    keep_fed_sums(fed, constraints)
     keep_running_sums(flow, constraints)
     keep_comparisons(flow, constraints)
     keep_equalities(flow, dtype, constraints)

@@ -39,6 +39,7 @@ def apply(
     fetchable: bool = True,
     magnitudes: Mapping[Variable, float] | None = None,
     given: Mapping[Variable, Operator] | None = None,
+    stored: Mapping[str, str | None] | None = None,
 ) -> set[str]:
     """Give operators and variables the decided types and insert the casts.
 
@@ -48,10 +49,12 @@ def apply(
     reads may be fetched, and keeps its type; otherwise only the outputs that the program names are asked for.
     ``magnitudes``: the largest numbers of constants, of those that are known and hold finite ones alone.
     ``given``: constants that nested graphs of these operators give on in 16 bit.
+    ``stored``: element types, by name, of parameters that another program has in the same scope: they become what they
+    are there, however this one reads them.
     """
     dtype = lists.dtype
     uses = _uses(program, decisions, dtype, constants_alone=not narrow_parameters)
-    narrow = {v: use for v, use in uses.items() if use.narrows(narrow_parameters, lists)}
+    narrow = {v: use for v, use in uses.items() if use.narrows(narrow_parameters, lists, stored or {})}
     rounded = {
         v: use.reader
         for v, use in uses.items()
@@ -110,14 +113,16 @@ class _Use:
         self.other = False  # an operator reads it in its declared type
         self.fetched = False
 
-    def narrows(self, parameters: bool, lists: AutoMixedPrecisionLists) -> bool:
+    def narrows(self, parameters: bool, lists: AutoMixedPrecisionLists, stored: Mapping[str, str | None]) -> bool:
         """Whether the variable itself becomes 16 bit."""
         v = self.variable
         if v.dtype != "float32" or self.fetched or v.is_input or v.name in lists.black_varnames:
             return False
         if self.constant:
             return self.reader is not None and not self.other
-        return parameters and v.persistable and v.producer is None and self.half and not self.pinned
+        if not (parameters and v.persistable and v.producer is None):
+            return False
+        return stored[v.name] in HALF if v.name in stored else self.half and not self.pinned
 
     def enters(self, dtype: str, decisions: Decisions) -> bool:
         """Whether data enter the 16-bit part from outside in it."""

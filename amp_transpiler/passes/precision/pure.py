@@ -54,7 +54,8 @@ def cast_model_to_fp16(
         numeric_guards: keep fp32 what is known to leave the type, or to sink in it, as ``amp.convert`` does (constants
             that it does not hold, sums of squares, integers held as floats, what ranges do not bound); ``op.reason``
             says why. False takes the lists literally. ``amp.decorate`` asks for it where the program is imported.
-        like: with ``numeric_guards``, a training program that was rewritten already: what both have runs alike.
+        like: a training program that was rewritten already: parameters that both have are stored alike, and with
+            ``numeric_guards`` what both have runs alike.
 
     Returns:
         The names of the variables that enter the 16-bit part: its parameters, and feeds and results of
@@ -83,7 +84,8 @@ def cast_model_to_fp16(
             write_lengths(program, lists, use_fp16_guard)
         constraints = training_constraints(program, lists.dtype, like) if numeric_guards else Constraints()
         pure = _Pure(program, lists, use_fp16_guard, constraints)
-        return apply(program, pure.decide_all(pure.decide), lists, narrow_parameters=True)
+        stored = {} if like is None else {v.name: v.dtype for v in like.variables if v.persistable}
+        return apply(program, pure.decide_all(pure.decide), lists, narrow_parameters=True, stored=stored)
 
 
 class _Pure(Rules):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from amp_transpiler.passes.lowering.lowered import needed
 from amp_transpiler.passes.view.training_step import training_step
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
+from amp_transpiler.runtime.checkpoint.part_counts import agreed_counts, fit_counts
 from amp_transpiler.runtime.checkpoint.reading import TensorFile
 from amp_transpiler.runtime.checkpoint.renaming import Renames, renamed
 from amp_transpiler.runtime.checkpoint.state_slots import (
@@ -38,6 +39,7 @@ from amp_transpiler.runtime.checkpoint.state_slots import (
     UNUSED,
     Key,
     Slot,
+    Stored,
     scaler_settings,
     state_slots,
 )
@@ -52,17 +54,6 @@ from amp_transpiler.warn import warn_user
 _SHOWN = 200  # names of each kind in a message
 #: Bytes of values that are replaced from one trim to the next: in a heap of many pieces that takes its time.
 _ROOM = 1 << 25
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in a file: its name there, element type, shape, role, and how to read it."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    role: str
-    read: Callable[[], np.ndarray]
 
 
 def stored_tensors(
@@ -177,17 +168,23 @@ def restore(
     slots = {v: s for v, s in state_slots(program).items() if not weights_only or s.role in INFERENCE | {MASTER}}
     found = Restored()
     sources = {variable: _source(variable, slot, stored) for variable, slot in slots.items()}
+    agreed = agreed_counts(program, stored)
+    fit_counts(program, sources, agreed)
     for variable, source in sources.items():
         if source is not None:
-            _check(variable, source, found.wrong)
+            _check(variable, source, found.wrong, weights_only)
         elif slots[variable].role not in OF_A_MODE:
             found.missing.append(variable.name)
     taken = {slot.key(variable.name) for variable, slot in slots.items()}
     roles = INFERENCE if weights_only or not training_step(program).updates else None
-    found.extra = [s.name for key, s in stored.items() if key not in taken and _is_surplus(s, roles)]
+    surplus = [s for key, s in stored.items() if key not in taken and s.role not in agreed]
+    found.extra = [s.name for s in surplus if _is_surplus(s, roles)]
     found.converted = taken != set(stored) or any(v.dtype != source.dtype for v, source in sources.items() if source)
     if found.wrong or (strict and (found.missing or found.extra)):
-        raise _mismatch(program, found, what)
+        wrong = [(v, s) for v, s in sources.items() if v.name in found.wrong and s is not None]
+        wrong = [(v, s) for v, s in wrong if not (weights_only and _is_turned(v, s))]
+        unlike = dict.fromkeys(s.name if s.role in NAMED else slots[v].of for v, s in wrong)
+        raise _mismatch(program, found, what, [name for name in unlike if name])
     others = elsewhere(program)
     for variable, source in sources.items():
         if source is not None and variable.name in others:
@@ -251,11 +248,18 @@ def _source(variable: Variable, slot: Slot, stored: Mapping[Key, Stored]) -> Sto
     return master or plain
 
 
-def _check(variable: Variable, source: Stored, wrong: dict[str, str]) -> None:
+def _is_turned(variable: Variable, source: Stored) -> bool:
+    """Whether a matrix would fit if it were transposed."""
+    shape = variable.shape
+    return shape is not None and len(shape) == 2 and fits(source.shape[::-1], shape)
+
+
+def _check(variable: Variable, source: Stored, wrong: dict[str, str], transposes: bool) -> None:
+    """``transposes``: the caller can ask for it."""
     shape = variable.shape
     if shape is not None and not fits(source.shape, shape):
         hint = ""
-        if len(shape) == 2 and fits(source.shape[::-1], shape):
+        if transposes and _is_turned(variable, source):
             hint = f"; if the file has it transposed, say so: transpose=['{source.name}']"
         wrong[variable.name] = f"has shape {list(source.shape)} and not {list(shape)}{hint}"
     elif source.dtype != variable.dtype and not {source.dtype, variable.dtype} <= FLOATS:
@@ -344,7 +348,8 @@ def _initial(program: Program, variables: list[Variable]) -> dict[str, Any]:
 
 
 # -- messages --------------------------------------------------------------------------------------------
-def _mismatch(program: Program, found: Restored, what: str) -> CheckpointMismatchError:
+def _mismatch(program: Program, found: Restored, what: str, unlike: Sequence[str] = ()) -> CheckpointMismatchError:
+    """``unlike``: names in the file of what has another shape or element type."""
     lines = [
         f"{what} does not fit program '{program.name}' ({len(found.missing)} missing, {len(found.extra)} extra, "
         f"{len(found.wrong)} wrong); nothing was loaded"
@@ -363,4 +368,7 @@ def _mismatch(program: Program, found: Restored, what: str) -> CheckpointMismatc
         )
     if (found.missing or found.extra) and not found.wrong:
         lines.append("  strict=False loads what fits")
+    if unlike:
+        without = ", ".join(f"{name!r}: None" for name in unlike[:4]) + ", …" * (len(unlike) > 4)
+        lines.append(f"  strict=False with rename={{{without}}} leaves out what is wrong, such as another head")
     return CheckpointMismatchError("\n".join(lines), tuple(found.missing), tuple(found.extra), found.wrong)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import FORWARD, OWN, Operator, Variable
@@ -56,6 +58,17 @@ class Slot:
         if self.role in NAMED:
             return ("value", self.of or name, 0)
         return (self.role, name if self.role == UNUSED else self.of, self.number)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: its name there, element type, shape, role, and how to read it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    role: str
+    read: Callable[[], np.ndarray]
 
 
 def state_slots(program: Program) -> dict[Variable, Slot]:
@@ -146,7 +159,8 @@ def _only_meets(op: Operator) -> bool:
 
 
 def _lines(program: Graph, numbers: dict[Variable, str]) -> Iterator[bytes]:
-    yield repr(sorted(program.info.opsets.items())).encode()
+    opsets = {domain: version for domain, version in program.info.opsets.items() if domain != OWN}  # a file names ours
+    yield repr(sorted(opsets.items())).encode()
     for variable in program.variables:
         if variable.persistable or variable.is_input:
             numbers[variable] = f"={variable.name}"

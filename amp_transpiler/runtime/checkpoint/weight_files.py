@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.ir.types import element_type
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.checkpoint.renaming import Renames, renamed
-from amp_transpiler.runtime.checkpoint.restore import Stored, restore
-from amp_transpiler.runtime.checkpoint.state_slots import PARAMETER, UNUSED, Key
+from amp_transpiler.runtime.checkpoint.restore import restore
+from amp_transpiler.runtime.checkpoint.state_slots import PARAMETER, UNUSED, Key, Stored
 from amp_transpiler.runtime.checkpoint.writing import SAFETENSORS_TYPES
 from amp_transpiler.runtime.scope import Scope, check_scope
 
@@ -61,7 +61,8 @@ def load_weights(
             matched, and None leaves tensors out. The first pattern that fits a name counts.
         strict: False loads what is there, and leaves what goes nowhere. Wrong shapes are errors in any case.
         transpose: patterns of names in the file of matrices that are stored transposed, such as the weights of
-            ``torch.nn.Linear`` [out, in] for ``amp.nn.fc`` [in, out]. No matrix is transposed because of its shape.
+            ``torch.nn.Linear`` [out, in] for ``amp.nn.fc`` [in, out]; ``"*.weight"`` passes over those of norms and
+            convolutions, but no table of an embedding. No matrix is transposed because of its shape.
 
     Raises:
         CheckpointNotFoundError, CheckpointError: no file, or one that cannot be read.
@@ -75,7 +76,9 @@ def load_weights(
         raise ArgumentTypeError(f"{_CALL} takes a program as second argument, got {program!r}")
     scope, file = check_scope(scope), Path(path)
     tensors = _read(file)
-    turned = matching_names(tensors, transpose, f"{_CALL}: transpose", lambda one: [one.name], "tensor of the file")
+    named = transpose if isinstance(transpose, Collection) else ()
+    matrices = [one for one in tensors if len(one.shape) == 2 or one.name in named]
+    turned = matching_names(matrices, transpose, f"{_CALL}: transpose", lambda one: [one.name], "matrix of the file")
     names = renamed([one.name for one in tensors], rename, _CALL)
     stored: dict[Key, Stored] = {}
     for one in tensors:

@@ -255,6 +255,13 @@ def test_fingerprint() -> None:
     assert fingerprint(other.main) != fingerprint(one.main)
 
 
+def test_fingerprint_of_a_program_in_a_file() -> None:
+    from amp_transpiler.runtime.checkpoint.state_slots import fingerprint
+
+    main = build(average=True).main
+    assert fingerprint(amp.Program.from_onnx(main.to_onnx())) == fingerprint(main)
+
+
 def test_other_variables_of_the_scope_stay(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
     amp.save_checkpoint(tmp_path / "c", net.main, scope)
     other = amp.Scope()

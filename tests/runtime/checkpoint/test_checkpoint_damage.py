@@ -87,6 +87,7 @@ def test_every_mismatch_is_listed(net: Small, scope: amp.Scope, tmp_path: Path) 
     wrong = {v.name for v in other.main.variables if v.persistable and 9 in (v.shape or ())}
     assert set(caught.value.wrong) == wrong and all(name in str(caught.value) for name in wrong)
     assert "fc_0.w_0 has shape [8, 8] and not [8, 9]" in str(caught.value)
+    assert "strict=False with rename={'fc_0.w_0': None, 'fc_0.b_0': None, " in str(caught.value)
 
     with amp.program_guard(amp.Program(), amp.Program("startup")):  # without the guard of names
         main = amp.default_main_program()

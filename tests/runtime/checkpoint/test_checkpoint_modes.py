@@ -215,3 +215,33 @@ def test_a_fixed_scale_is_not_that_of_a_checkpoint_whose_scale_moves(mode: str, 
     fixed = build(mode=mode, scaling=amp.LossScaler.fixed(4.0))
     loaded = amp.load_checkpoint(tmp_path / "a", fixed.main, scope := amp.Scope())
     assert not loaded.exact and fixed.optimizer.get_loss_scale_state(scope).scale == 4.0
+
+
+LAYERS = (["fc_0*"], ["fc_1*"], ["batch_norm_0*"])
+
+
+def parts(*rates: float) -> list[dict[str, object]]:
+    """A group for each layer that has a rate: one part of the optimizer for each rate that there is."""
+    return [{"params": names, "learning_rate": rate} for names, rate in zip(LAYERS, rates, strict=False)]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [((1, 1, 1), (0.1, 1, 2)), ((0.1, 1, 2), (1, 1, 1))])
+def test_other_parts_of_the_optimizer(saved: tuple[float, ...], loaded: tuple[float, ...], tmp_path: Path) -> None:
+    """Rates of layers may change: every part goes on with the beta powers that all had."""
+    _, scope = trained("pure-fp16", tmp_path / "a", parameter_list=parts(*saved))
+    net, fresh = build(parameter_list=parts(*loaded)), amp.Scope()
+    assert not amp.load_checkpoint(tmp_path / "a", net.main, fresh).exact
+    powers = [v.name for v, slot in state_slots(net.main).items() if slot.role == "beta1_pow_acc"]
+    assert len(powers) == len(set(loaded))
+    for name in powers:
+        assert fresh.find_var(name) == scope.find_var("adam_beta1_pow_acc_0") != np.float32(0.9)
+
+
+def test_a_layer_that_trains_from_now_on_begins_its_counts(tmp_path: Path) -> None:
+    """As its moments do, while the layer that was trained goes on, whatever the number of its part is now."""
+    trained("pure-fp16", tmp_path / "a", parameter_list=[{"params": LAYERS[1]}])
+    net, fresh = build(parameter_list=parts(0.1, 1)), amp.Scope()
+    loaded = amp.load_checkpoint(tmp_path / "a", net.main, fresh, strict=False)
+    first, second = (v.name for v, slot in state_slots(net.main).items() if slot.role == "beta1_pow_acc")
+    assert first in loaded.missing and fresh.find_var(first) == np.float32(0.9)
+    assert second not in loaded.missing and fresh.find_var(second) < np.float32(0.7)

@@ -1,0 +1,124 @@
+"""What a program computes of what it is fed, before a layer has rounded anything: there 16 bit can lose what is told.
+
+Kept in fp32 is what the modules beside this one find among it, and what computes that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.opdef import moves, traits_of
+from amp_transpiler.ir.reasons import Kind, Reason
+from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.ir.types import FLOATS
+from amp_transpiler.ops.einsum import labels_of
+from amp_transpiler.passes.numerics.constraints import Constraints
+from amp_transpiler.passes.numerics.weight_norms import summed_axes
+from amp_transpiler.passes.view.constants import content
+from amp_transpiler.passes.view.flow import Flow
+
+#: Terms of a sum: the coordinates of a place.
+_FEW = 4
+
+
+class Fed:
+    """The floating-point inputs of a program, and what comes of them."""
+
+    def __init__(self, program: Graph, flow: Flow) -> None:
+        self.program = program
+        self.flow = flow
+
+    @cached_property
+    def given(self) -> set[Variable]:
+        """The inputs, and what is computed of nothing but them, integers, constants and weights.
+
+        Through what moves numbers, elementwise arithmetic, and products that sum hardly anything: times and their
+        frequencies, coordinates and a matrix of directions. What a layer computes was rounded before, and is an
+        activation, which may be 16 bit.
+        """
+
+        def comes(op: Operator, operands: Sequence[Variable]) -> bool:
+            return not operands or moves(op) or traits_of(op).elementwise or _sums_few(op, operands)
+
+        return self._grown(comes)
+
+    @cached_property
+    def measured(self) -> set[Variable]:
+        """The inputs, and what is computed of them without any weight: through what moves numbers, elementwise
+        arithmetic, sums, means and extremes, with numbers and masks beside them."""
+
+        def comes(op: Operator, operands: Sequence[Variable]) -> bool:
+            if not operands:  # of integers and shapes, or a constant
+                return op.full_type != "Constant" or all(v is not None and _is_mask(v) for v in op.outputs)
+            traits = traits_of(op)
+            computes = moves(op) or traits.elementwise or traits.reduces not in ("", "index")
+            return computes and all(_is_mask(v) for v in operands if held(v))
+
+        return self._grown(comes)
+
+    def _grown(self, comes: Callable[[Operator, Sequence[Variable]], bool]) -> set[Variable]:
+        """The inputs, and what operators of which ``comes`` holds make of such and of what the program holds."""
+        found = {v for v in self.program.inputs if v.dtype in FLOATS}
+        for op, _, read in self.flow.steps:
+            operands = [v for v in read if v is not None]
+            if all(v in found or held(v) for v in operands) and not op.attrs.programs and comes(op, operands):
+                found.update(v for v in op.outputs if v is not None)
+        return found
+
+    def keep(
+        self,
+        constraints: Constraints,
+        kind: Kind,
+        among: set[Variable],
+        taken: Callable[[Operator, Variable], bool],
+    ) -> set[Variable]:
+        """Keep the operators of which ``taken`` holds for their operand, and what computes it: the variables of
+        ``among`` that come back.
+
+        An operand is one of ``among`` or one that the program holds, and so is what it is computed of. What an
+        earlier conversion did to the program makes no difference. Linear in its size.
+        """
+        wanted = set[Variable]()
+        for op, _, read in reversed(self.flow.steps):
+            operand = read[0] if read else None
+            found = operand is not None and (operand in among or held(operand)) and taken(op, operand)
+            if found or any(v in wanted and v in among for v in op.outputs if v is not None):
+                constraints.keep(op, Reason(kind))
+                wanted.update(v for v in read if v is not None)
+        return wanted & among
+
+
+def held(variable: Variable) -> bool:
+    """Whether the program holds it."""
+    return variable.persistable or variable.data is not None
+
+
+def _is_mask(variable: Variable) -> bool:
+    """Whether it holds one number, in places 0 instead."""
+    data = content(variable)
+    array = None if data is None else np.abs(as_array(data))
+    return array is not None and bool(((array == 0) | (array == array.max(initial=0))).all())
+
+
+def _sums_few(op: Operator, operands: Sequence[Variable]) -> bool:
+    """Whether it is a product, each of whose results adds up a few terms at most."""
+    if op.full_type == "Einsum":
+        shapes = [v.shape for v in operands if v.shape is not None]
+        if len(shapes) < len(operands):
+            return False
+        terms, result = labels_of(op.attrs["equation"], [len(shape) for shape in shapes])
+        axes = [axis for pair in zip(terms, shapes, strict=True) for axis in zip(*pair, strict=True)]
+        return _few([size for label, size in dict(axes).items() if label not in result])
+    summed, weights = summed_axes(op), op.input(1)
+    return summed is not None and weights is not None and _few([(weights.shape or ())[axis] for axis in summed])
+
+
+def _few(sizes: Sequence[int | str | None]) -> bool:
+    known = [size for size in sizes if isinstance(size, int)]
+    return len(known) == len(sizes) and math.prod(known) <= _FEW

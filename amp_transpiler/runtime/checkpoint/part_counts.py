@@ -1,0 +1,38 @@
+"""What each part of an optimizer counts for itself, its beta powers, where a checkpoint was saved with other parts.
+
+An optimizer updates parameters of one rate, decay and clipping as one part. Other groups, or parameters that no longer
+decay, make other parts of the same parameters: the number of a part then says nothing, and its moments, which are
+stored by parameter, say whether it goes on or begins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.passes.view.training_step import training_step
+from amp_transpiler.program import Program
+from amp_transpiler.runtime.checkpoint.state_slots import Key, Stored
+
+
+def agreed_counts(program: Program, stored: Mapping[Key, Stored]) -> dict[str, Stored]:
+    """By kind the count of which every stored part has the same value, bit for bit: all took the same steps."""
+    found = {}
+    for kind in {kind for update in training_step(program).updates for kind in update.scalars}:
+        parts = [tensor for (role, of, _), tensor in stored.items() if role == kind and not of]
+        numbers = all(math.prod(tensor.shape) == 1 for tensor in parts)  # a file may say anything
+        if numbers and len({tensor.read().tobytes() for tensor in parts}) == 1:
+            found[kind] = parts[0]
+    return found
+
+
+def fit_counts(program: Program, sources: dict[Variable, Stored | None], agreed: Mapping[str, Stored]) -> None:
+    """Let the counts of a part begin with its moments, where none of these is stored; otherwise let one of which
+    nothing is stored under its number have what all stored parts agree on."""
+    for update in training_step(program).updates:
+        moments = [v for row in update.rows for v in row.accumulators.values() if v is not None]
+        begins = not any(sources.get(moment) for moment in moments)
+        for kind, count in update.scalars.items():
+            if count in sources:
+                sources[count] = None if begins else sources[count] or agreed.get(kind)
