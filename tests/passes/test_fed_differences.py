@@ -195,3 +195,18 @@ def test_a_forecast_that_takes_up_the_level_of_its_series_again(mode: str, dtype
     (got,) = run_faithful(amp.convert(model, mode=mode, dtype=dtype), {"x": x})
     # of what the forecast tells beyond the level; float16 was off by 0.07 to 0.08, bfloat16 in pure mode by 0.4
     assert np.linalg.norm(got - wanted) < (2e-3 if dtype == "float16" else 1.5e-2) * np.linalg.norm(wanted - 100)
+
+
+@pytest.mark.parametrize("level", [40000.0, 2e6])
+def test_a_forecast_of_a_normalised_series_is_right_at_any_size(level: float) -> None:
+    """As RevIN makes it: float16 had NaN beyond 65504."""
+    weights = "float[4,4] w = {0.1, 3, 7, -9, 0.2, 5, 1, 2, -3, 0.4, 1, 1, 2, 0.5, 0.1, -1}, float eps = {0.00001}"
+    model = onnx.parser.parse_model(
+        HEAD
+        + f"""m (float[N,4] x) => (float[N,4] y) <{weights}, int64[1] axes = {{1}}> {{
+          m = ReduceMean(x, axes)  d = Sub(x, m)  q = Mul(d, d)  v = ReduceMean(q, axes)  e = Add(v, eps)  s = Sqrt(e)
+          z = Div(d, s)  h = MatMul(z, w)  b = Mul(h, s)  y = Add(b, m) }}"""
+    )
+    x = (level * (1 + 0.1 * np.random.default_rng(0).normal(size=(64, 4)))).astype(np.float32)
+    (wanted,), (got,) = session(model).run(None, {"x": x}), run_faithful(amp.convert(model), {"x": x})
+    assert np.linalg.norm(got - wanted) < 2e-3 * np.linalg.norm(wanted - x.mean(1, keepdims=True))

@@ -76,7 +76,8 @@ def keep_fed_differences(fed: Fed, constraints: Constraints) -> None:
             return False
         less_one = op.full_type == "Sub" and fed.flow.number(fed.flow.inputs[op][1]) == 1
         of_quotient = (less_one or op.full_type == "Log") and of_two(variable.producer, "Div")
-        return of_quotient or of_two(op, "Sub") or traits_of(op).centres
+        own_score = of_two(op, "Div") and of_two(variable.producer, "Sub")
+        return of_quotient or own_score or of_two(op, "Sub") or traits_of(op).centres
 
     if any(name in ("Sub", "Log") or kind.centres for name, kind in fed.flow.kinds.items()):
         fed.keep(constraints, Kind.FED_DIFFERENCE, fed.measured, is_difference)
@@ -94,8 +95,9 @@ def keep_fed_sums(fed: Fed, constraints: Constraints) -> None:
         read = [v for v in fed.flow.inputs[op] if v is not None]
         if traits_of(op).exact:
             pending += read
-        elif op.full_type in ("Add", "Sub") and any(_is_level(v, other, fed) for v in read for other in read):
+        elif op.full_type in ("Add", "Sub", "Mul") and any(_is_level(v, other, fed) for v in read for other in read):
             constraints.keep(op, Reason(Kind.FED_SUM))
+            pending += read  # a forecast was multiplied with the spread of its series before
 
 
 def _is_level(variable: Variable, other: Variable, fed: Fed) -> bool:
