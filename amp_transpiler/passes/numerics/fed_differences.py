@@ -85,7 +85,8 @@ def keep_fed_differences(fed: Fed, constraints: Constraints) -> None:
 
 def keep_fed_sums(fed: Fed, constraints: Constraints) -> None:
     """Add to ``constraints`` the sums and differences that become outputs of the program and of which one side is a
-    level: computed of inputs alone, and one number for many of the other side's."""
+    level: computed of inputs alone, and one number for many of the other side's; and products with such a number that
+    are a side, of a forecast and the spread of its series."""
     pending, seen = [source(v) for v in fed.program.outputs], set[Operator]()
     while pending:
         op = pending.pop().producer
@@ -95,9 +96,15 @@ def keep_fed_sums(fed: Fed, constraints: Constraints) -> None:
         read = [v for v in fed.flow.inputs[op] if v is not None]
         if traits_of(op).exact:
             pending += read
-        elif op.full_type in ("Add", "Sub", "Mul") and any(_is_level(v, other, fed) for v in read for other in read):
-            constraints.keep(op, Reason(Kind.FED_SUM))
-            pending += read  # a forecast was multiplied with the spread of its series before
+        elif op.full_type in ("Add", "Sub") and _has_level(op, fed):
+            spreads = [v.producer for v in read if v.producer is not None and v.producer.full_type == "Mul"]
+            for each in (op, *(maker for maker in spreads if maker in fed.flow.inputs and _has_level(maker, fed))):
+                constraints.keep(each, Reason(Kind.FED_SUM))
+
+
+def _has_level(op: Operator, fed: Fed) -> bool:
+    read = [v for v in fed.flow.inputs[op] if v is not None]
+    return any(_is_level(v, other, fed) for v in read for other in read)
 
 
 def _is_level(variable: Variable, other: Variable, fed: Fed) -> bool:
