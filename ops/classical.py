@@ -6,7 +6,7 @@ Each reads rows of features; a vector is one row. https://onnx.ai/onnx/operators
 from __future__ import annotations
 
 from amp_transpiler.ir.nodes import Operator, Shape, Types
-from amp_transpiler.ir.opdef import entry
+from amp_transpiler.ir.opdef import entry, traits
 
 _ML = "ai.onnx.ml::"
 
@@ -37,6 +37,8 @@ def _of_rows(op: Operator, *columns: int) -> Shape | None:
 
 for _type in ("Scaler", "Normalizer", "Imputer"):
     entry(_ML + _type).infer = _like_data
+traits(_ML + "Scaler", elementwise=True)
+traits(_ML + "Imputer", elementwise=True, carries_large=True)
 for _type in ("LinearRegressor", "SVMRegressor", "TreeEnsembleRegressor"):
     entry(_ML + _type).infer = _regressor
 entry(_ML + "TreeEnsembleClassifier").infer = _classifier

@@ -349,12 +349,17 @@ class _Folding:
                 if made in self.folded:
                     spare.join(op, made)
         listed = listed_inputs(self.program)  # which stay
-        for variable, array in self.leaves.items():
-            if variable in listed:
-                continue
-            readers = [r for r, _ in variable.readers]
-            if array is not None and readers and all(r in self.folded for r in readers):
-                spare.add(readers[0], array.nbytes)
+        going = [
+            (readers, array.nbytes)
+            for variable, array in self.leaves.items()
+            if array is not None and variable not in listed
+            if (readers := [r for r, _ in variable.readers]) and all(r in self.folded for r in readers)
+        ]
+        for readers, _ in going:
+            for reader in readers[1:]:
+                spare.join(reader, readers[0])
+        for readers, size in going:
+            spare.add(readers[0], size)
         return spare
 
     def _held(self) -> int:

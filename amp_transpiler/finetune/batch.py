@@ -68,7 +68,10 @@ def freed(
         dims = value.type.tensor_type.shape.dim
         if dims and dims[0].dim_value == batch:
             dims[0].dim_param = BATCH
+    held = {tensor.name for tensor in model.graph.initializer}
+    said = [info for info in model.graph.value_info if info.name in held]  # which of them are weights, for one
     del model.graph.value_info[:]
+    model.graph.value_info.extend(said)
     given = [plain.var(v.name) for v in inputs]
     reached = _reached(given)
     _free_reshapes(plain, model.graph, reached)

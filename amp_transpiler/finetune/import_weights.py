@@ -20,7 +20,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.tensors import as_array, tensor_type
-from amp_transpiler.ir.torch_marks import logarithm_of, torch_bias_left_out
+from amp_transpiler.ir.torch_marks import PARAMETER, exported_kind, logarithm_of, torch_bias_left_out
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
 from amp_transpiler.ir.weights import STATISTICS, not_a_weight
 from amp_transpiler.passes.view.constants import content
@@ -173,7 +173,8 @@ def leave_input_scaling(program: Program) -> list[str]:
     """Let the numbers that bring inputs to zero mean and unit variance be constants again.
 
     Those of an image's channels are few, and act elementwise on what comes from the inputs before any weight does.
-    Those of features are told by their names: a flow, say, begins with a scale and a shift that it learns.
+    Those of features are told by their names: a flow, say, begins with a scale and a shift that it learns. What
+    PyTorch's exporter calls a parameter is none.
     """
     weighted, fed = {v for v in program.variables if v.persistable}, set(program.inputs)
     left: list[Variable] = []
@@ -192,7 +193,7 @@ def leave_input_scaling(program: Program) -> list[str]:
         if any(v in fed for v in read):
             fed.update(made)
     for variable in dict.fromkeys(left):
-        if all(op.type in _SCALES for op, _ in variable.readers):
+        if exported_kind(variable) != PARAMETER and all(op.type in _SCALES for op, _ in variable.readers):
             variable.persistable = variable.trainable = False
     names = [v.name for v in dict.fromkeys(left) if not v.persistable]
     return [f"{', '.join(map(repr, names))}: scaling of the input, not trained"] if names else []

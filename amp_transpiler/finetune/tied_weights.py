@@ -14,9 +14,10 @@ import numpy as np
 from amp_transpiler.finetune.called_layers import Calls, Use
 from amp_transpiler.finetune.layer_names import called, is_vector, module_of, name_of, uniform
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.parameter_names import made_up
 from amp_transpiler.ir.tensors import as_array
-from amp_transpiler.ir.torch_marks import torch_name, torch_weights
+from amp_transpiler.ir.torch_marks import exported_from, torch_name, torch_weights
 from amp_transpiler.ir.weights import STATISTICS, not_a_weight
 from amp_transpiler.option_checks import listed
 from amp_transpiler.program import Program
@@ -83,10 +84,17 @@ def _copied(one: Variable, other: Variable) -> bool:
 
 
 def _apart_in_torch(one: Variable, other: Variable) -> bool:
-    """Whether PyTorch's dynamo exporter says of all readers of two parameters what they read, and nothing is common."""
+    """Whether PyTorch's dynamo exporter says of all readers of two parameters what they read, and nothing is common; of
+    what it computed of a parameter it says so."""
+    if any(held.name in _sources(made) for made, held in ((one, other), (other, one))):
+        return False
     read = [[torch_weights(op) for op, _ in variable.readers] for variable in (one, other)]
     first, second = ({name for names in each for name in names} for each in read)
     return all(names for each in read for names in each) and first.isdisjoint(second)
+
+
+def _sources(variable: Variable) -> list[str]:
+    return [name for _, name in exported_from(variable)]
 
 
 def _retie_vector(variable: Variable) -> list[str]:
@@ -174,7 +182,7 @@ def untie(program: Program, keep: Collection[Variable], turns: Mapping[Operator,
         before = copies
         for uses in _other_layers(variable, calls):
             (op, slot), *_ = uses
-            told = _in_torch(variable, op)
+            told = _in_torch(variable, op, slot)
             name = told or name_of(op, slot) or f"{variable.name}.{next(v.name for v in op.outputs if v is not None)}"
             turned = made_up(variable.name) and op.type == "MatMul"  # it is named when it is turned back
             new = program.fresh_variable(
@@ -187,7 +195,7 @@ def untie(program: Program, keep: Collection[Variable], turns: Mapping[Operator,
             )
             for reader, place in uses:
                 reader.set_input(place, new)
-            new.metadata |= variable.metadata if told else {}
+            new.metadata |= variable.metadata if told and slot not in traits_of(op).statistics else {}
             new.trainable &= not_a_weight(new) != STATISTICS
             if variable.trainable and not_a_weight(new) not in ("", STATISTICS):  # a number that was equal to it
                 new.persistable = new.trainable = False
@@ -223,16 +231,26 @@ def _other_layers(variable: Variable, calls: Calls) -> list[list[Use]]:
 
 def _layers_in_torch(uses: list[Use]) -> list[list[Use]]:
     """The readers of a parameter, together where they read one in PyTorch; none where that is not said of each."""
-    read = nx.Graph((use, name) for use in uses for name in torch_weights(use[0]))
+    read = nx.Graph((use, name) for use in uses for name in _names_in_torch(*use))
     if not all(use in read for use in uses):
         return []
     return [[use for use in part if isinstance(use, tuple)] for part in nx.connected_components(read)]
 
 
-def _in_torch(variable: Variable, op: Operator) -> str:
+def _names_in_torch(op: Operator, slot: int) -> list[str]:
+    """What PyTorch's dynamo exporter calls that which an operator may have read in this slot: a norm with parameters
+    reads these, and beside them its running statistics, in their order."""
+    names, statistics = torch_weights(op), traits_of(op).statistics
+    buffers = [name for name in names if name.startswith("b_")]
+    if not statistics or len(buffers) != len(statistics) or len(names) == len(buffers):
+        return names
+    return [buffers[statistics.index(slot)]] if slot in statistics else [n for n in names if n not in buffers]
+
+
+def _in_torch(variable: Variable, op: Operator, slot: int) -> str:
     """What PyTorch calls the parameter that another layer read: the only one, or that of a layer of the same kind, in a
     name with dots for underscores; "" where its dynamo exporter does not say it."""
-    read = set(torch_weights(op))
+    read = set(_names_in_torch(op, slot))
     if len(read) == 1 and (name := torch_name(read.pop(), op.program)):
         return name
     words, numbers = re.split(r"\d+", variable.name), r"(\d+)"

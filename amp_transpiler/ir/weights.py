@@ -158,13 +158,19 @@ def _passes_on(op: Operator, slot: int) -> bool:
 
 
 def _feeds_angles(uses: list[tuple[Operator, int]]) -> bool:
-    """Whether all that is made of the tensor is sines and cosines, of itself or of its product with something."""
+    """Whether all that is made of the tensor is sines and cosines, of itself or of its product with something. A layer
+    with a bias has a sine for its activation."""
     if uses and all(traits_of(op).periodic for op, _ in uses):
         return True
-    if not uses or any(op.type not in ("Mul", "MatMul", "Einsum", "Gemm", "Div") for op, _ in uses):
+    if not uses or any(op.type not in ("Mul", "MatMul", "Einsum", "Gemm", "Div") or _biased(op) for op, _ in uses):
         return False
     made = [use for op, _ in uses for out in op.outputs[:1] if out is not None for use in _uses(out, _HOPS)]
     return bool(made) and all(traits_of(op).periodic for op, _ in made)
+
+
+def _biased(op: Operator) -> bool:
+    """Whether the operator adds a bias to its product."""
+    return any(op.input(slot) is not None for slot in traits_of(op).biases)
 
 
 def _are_rates(uses: list[tuple[Operator, int]]) -> bool:

@@ -136,6 +136,16 @@ def test_a_file_does_not_grow() -> None:
     )
 
 
+def test_a_constant_whose_shape_is_read_too_makes_room_for_its_result() -> None:
+    """As scikit-learn's Gaussian processes have it, which kept their points and scaled them in every run."""
+    halves = ", ".join(["0.5"] * 64 * 64)
+    text = f"""(float[64, 64] x) => (float[64, 64] y) <float[64, 64] w = {{{halves}}}, float two = {{2}}> {{
+            s = Shape(w)  d = Div(w, two)  u = MatMul(x, d)  y = Expand(u, s)
+        }}"""
+    after = converted(text)
+    assert types(after) == ["MatMul"]
+
+
 #: jax2onnx writes the epsilon of an RMS norm so.
 LIKE = """(float[2, 4] x) => (float[2, 4] y, float[2, 4] z)
     <float[4] w = {1, 2, 3, 4}, float eps = {1e-6}, int64 two = {2}> {

@@ -248,3 +248,22 @@ def test_a_recurrent_layer_that_begins_with_zeros_is_freed(tmp_path: Path) -> No
     assert any("fixed batch of 3: freed of it" in line for line in told)
     nodes = [node.op_type for node in onnx.load(tmp_path / "out.onnx").graph.node]
     assert "GRU" in nodes and not {"Expand", "Shape"} & set(nodes)
+
+
+def test_what_the_exporter_says_of_tensors_holds_in_a_freed_model(tmp_path: Path) -> None:
+    """Its buffers were trained where the batch was another than that of the export."""
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
+        net (float[2, 4] x) => (float[2, 3] y) { h = MatMul (x, w)  r = Relu (h)  y = Mul (r, scale) }""")
+    held = {"w": ("PARAMETER", np.ones((4, 3), np.float32)), "scale": ("BUFFER", np.full(3, 0.7, np.float32))}
+    for name, (kind, array) in held.items():
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+        info = onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, array.shape)
+        info.metadata_props.add(key="pkg.torch.export.graph_signature.InputSpec.kind", value=kind)
+        model.graph.value_info.append(info)
+    told: list[str] = []
+    amp.fit(model, tmp_path / "out.onnx", data=features(40), batch_size=8, say=told.append, mode="fp32")
+    assert any("fixed batch of 2: freed of it" in line for line in told)
+    assert any("'scale': buffers of the exported model" in line for line in told)
+    after = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(tmp_path / "out.onnx").graph.initializer}
+    np.testing.assert_array_equal(after["scale"], held["scale"][1])
+    assert not np.array_equal(after["w"], held["w"][1])

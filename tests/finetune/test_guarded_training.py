@@ -303,7 +303,7 @@ def test_a_large_loss_is_finite(kind: str, mode: str) -> None:
 
 
 #: Nothing in it says that its products leave fp16; the data does.
-UNITS = """<ir_version: 8, opset_import: ["" : 17]> net (float[8,4] x) => (float[8,2] y) {
+UNITS = """<ir_version: 8, opset_import: ["" : 17]> net (float[8,8] x) => (float[8,2] y) {
   h = MatMul(x, w)  shifted = Add(h, b)  small = Mul(shifted, scale)  t = Tanh(small)  y = MatMul(t, v)
 }"""
 
@@ -311,10 +311,10 @@ UNITS = """<ir_version: 8, opset_import: ["" : 17]> net (float[8,4] x) => (float
 def physical() -> tuple[onnx.ModelProto, list[dict[str, np.ndarray]]]:
     rng = np.random.default_rng(0)
     exported = model(
-        UNITS, w=rng.normal(0, 20, (4, 6)), b=np.zeros(6), v=rng.normal(0, 1, (6, 2)), scale=np.array(1e-5)
+        UNITS, w=rng.normal(0, 20, (8, 6)), b=np.zeros(6), v=rng.normal(0, 1, (6, 2)), scale=np.array(1e-5)
     )
     feeds = [
-        {"x": rng.normal(0, 3000, (8, 4)).astype(np.float32), "label": rng.normal(0, 1, (8, 2)).astype(np.float32)}
+        {"x": rng.normal(0, 3000, (8, 8)).astype(np.float32), "label": rng.normal(0, 1, (8, 2)).astype(np.float32)}
     ]
     return exported, feeds * 10
 

@@ -139,3 +139,12 @@ def test_the_slope_of_a_prelu_is_learned_whatever_its_shape(shape: tuple[int, ..
     exactly = {name: array.astype(np.float64) for name, array in held.items()}
     for (parameter, _), gradient in zip(found, gradients, strict=True):
         np.testing.assert_allclose(gradient, slope(layers, exactly, parameter.name), rtol=1e-3, atol=1e-3)
+
+
+def test_a_layer_whose_activation_is_a_sine_is_trained() -> None:
+    """Of networks that solve differential equations all layers but the last were taken for frequencies."""
+    held = {"w": WEIGHTS["w"], "b": RNG.normal(size=4).astype(np.float32), "v": WEIGHTS["v"]}
+    model = onnx.parser.parse_model(text("z = Gemm (x, w, b)  s = Sin (z)  y = MatMul (s, v)", "float"))
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in held.items())
+    report = amp.prepare_training(amp.Program.from_onnx(model))
+    assert report.trainable == ("w", "b", "v") and not report.notes

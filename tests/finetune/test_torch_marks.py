@@ -247,3 +247,54 @@ def test_an_exponential_of_something_else_stays_what_it_is() -> None:
     made = exported("y = Mul (x, exp)", {"exp": np.full(4, 2.0)}, [""], ("a", "b"))
     folded(made, "exp", "a", "mul")
     assert amp.prepare_training(amp.Program.from_onnx(made)).trainable == ("exp",)
+
+
+def test_what_was_computed_of_a_parameter_alone_is_that_parameter() -> None:
+    """``linear(tanh(linear(x, w, b)), w.t(), c)``, whose second operation reads no parameter by name but ``c``."""
+    w = RANDOM.normal(size=(3, 4))
+    made = exported(
+        "h = Gemm <transB = 1> (x, w, b)  t = Tanh (h)  y = Gemm <transB = 1> (t, turned, c)",
+        {"w": w, "b": np.ones(3), "turned": w.T, "c": np.zeros(4)},
+        [
+            "linear.default](args = (%x, %p_w, %p_b)",
+            "tanh.default](args = (%h,)",
+            "linear.default](args = (%t, %t, %p_c)",
+        ],
+        ("w", "b", "c"),
+    )
+    info = onnx.helper.make_tensor_value_info("turned", 1, w.T.shape)
+    info.metadata_props.add(key=FOLDED, value="['w']")
+    made.graph.value_info.append(info)
+    report = amp.prepare_training(amp.Program.from_onnx(made))
+    assert report.trainable == ("w", "b", "c") and "'turned' is 'w' transposed: tied again" in report.notes
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_a_gain_of_the_input_that_is_a_parameter_is_trained(learned: bool) -> None:
+    """As that of RevIN, which looks like the scaling of an image's channels."""
+    weights = {"gain": np.array([[0.5], [2.0], [3.0]]), "w": RANDOM.normal(size=(4, 5))}
+    parameters = ("gain", "w") if learned else ("w",)
+    made = exported("s = Mul (x, gain)  y = MatMul (s, w)", weights, ["", ""], parameters, "float[2,3,4] x")
+    report = amp.prepare_training(amp.Program.from_onnx(made))
+    assert report.trainable == parameters
+    assert ("'gain': scaling of the input, not trained" in report.notes) != learned
+
+
+def test_the_statistics_of_a_new_norm_are_no_parameters() -> None:
+    """Ones and zeros both, so that the exporter merged them: what is learned moved with what is measured."""
+    held = {"norm.weight": np.ones(4), "norm.bias": np.zeros(4), "v": RANDOM.normal(size=(4, 3))}
+    read = "%x, %p_norm_weight, %p_norm_bias, %b_norm_running_mean, %b_norm_running_var, 0.1, 1e-05"
+    made = exported(
+        "n = BatchNormalization (x, norm_weight, norm_bias, norm_bias, norm_weight)  y = MatMul (n, v)",
+        held,
+        [f"_native_batch_norm_legit_no_training.default](args = ({read})", ""],
+        tuple(held),
+    )
+    signature = made.graph.metadata_props[0]
+    for name in ("running_mean", "running_var"):
+        signature.value += f"\nb_norm_{name}: BUFFER target='norm.{name}' persistent=True"
+    main = amp.Program.from_onnx(made)
+    assert amp.prepare_training(main).trainable == tuple(held)
+    norm = next(op for op in main.operators if op.type == "BatchNormalization")
+    assert norm.input_arg_names == ["x", *list(held)[:2], "norm.running_mean", "norm.running_var"]
+    assert set(main.updates) == {main.var("norm.running_mean"), main.var("norm.running_var")}

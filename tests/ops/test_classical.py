@@ -64,3 +64,16 @@ def test_a_network_behind_a_scaler_trains() -> None:
     scaled = (x[0].astype(np.float64) - 0.5) * [2, 1, 4]
     wanted = scaled.T @ (scaled @ [[0.1], [-0.2], [0.3]] - t) * 2 / 8
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def test_what_is_beyond_float16_is_so_where_missing_numbers_were_put_in() -> None:
+    """As in scikit-learn's PowerTransformer, which multiplies what it does not choose by 0: that was infinite."""
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17, "ai.onnx.ml" : 1]>
+    net (float[N,4] x, bool[N,4] taken) => (float[N,4] y)
+      <float four = {4}, float[4,4] w = {1,0,0,0, 0,1,0,0, 0,0,1,0, 0,0,0,1}> {
+      p = Pow(x, four)  whole = ai.onnx.ml.Imputer <imputed_value_floats = [0.0]> (p)
+      t = Cast<to = 1>(taken)  chosen = Mul(whole, t)  y = MatMul(chosen, w)
+    }""")
+    feeds = {"x": np.full((2, 4), 20, np.float32), "taken": np.zeros((2, 4), bool)}
+    (y,) = amp.Executor(amp.CPUPlace(), threads=1).run(amp.convert(model), feed=feeds, fetch_list=["y"])
+    np.testing.assert_array_equal(y, 0)

@@ -10,16 +10,25 @@ import amp_transpiler as amp
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.fed import Fed
 from amp_transpiler.passes.numerics.fed_differences import keep_fed_differences, keep_fed_scores
+from amp_transpiler.passes.numerics.ranges import Ranges
 from amp_transpiler.passes.view.flow import Flow
 from tests.helpers.constraints_of import run_faithful
 from tests.helpers.sessions import session
 
-HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
+HEAD = '<ir_version: 10, opset_import: ["" : 21, "ai.onnx.ml" : 3]>\n'
 MOMENTS = """float[2] mean = {1990, 5}, float[2] less = {-1990, -5}, float[2] deviation = {10, 2}, float[2] over = {0.1, 0.5},
-  float[2] variance = {100, 4}, float[2] ones = {1, 1}, float[2,3] w = {0.1, 3, 7, -9, 0.2, 5}"""
+  float[2] variance = {100, 4}, float[2] ones = {1, 1}, float[2,3] w = {0.1, 3, 7, -9, 0.2, 5},
+  float[2] shift = {-199, -2.5}, float[2] moved = {199, 2.5}, float levels = {255}"""
 SCORES = {
     "a difference over a deviation": ("d = Sub(x, mean)  z = Div(d, deviation)", {"d", "z"}),
     "a sum times a number": ("d = Add(x, less)  z = Mul(d, over)", {"d", "z"}),
+    "a scale and a shift": ("s = Mul(x, over)  z = Add(s, shift)", {"s", "z"}),
+    "a quotient less a number": ("s = Div(x, deviation)  z = Sub(s, moved)", {"s", "z"}),
+    "a scaler, of what is computed": (
+        "a = Abs(x)  z = ai.onnx.ml.Scaler<offset = [1990.0, 5.0], scale = [0.1, 0.5]>(a)",
+        {"a", "z"},
+    ),
+    "shares that become levels": ("s = Mul(x, levels)  z = Add(s, shift)", set()),
     "a batch norm, of what is moved": (
         "u = Identity(x)  z = BatchNormalization(u, ones, mean, mean, variance)",
         {"u", "z"},
@@ -37,7 +46,7 @@ def test_standard_scores_of_what_is_fed(name: str, dtype: str) -> None:
         HEAD + f"m (float[N,2] x) => (float[N,3] y) <{MOMENTS}> {{ {text}  y = MatMul(z, w) }}"
     )
     program, constraints = amp.Program.from_onnx(model), Constraints()
-    keep_fed_scores(Fed(program, Flow(program)), dtype, constraints)
+    keep_fed_scores(Fed(program, Flow(program)), Ranges(program), dtype, constraints)
     assert {op.outputs[0].name for op in constraints.operators if op.outputs[0]} == expected
     x = np.random.default_rng(0).normal([1990, 5], [10, 2], (64, 2)).astype(np.float32)
     (wanted,) = session(model).run(None, {"x": x})
@@ -46,11 +55,66 @@ def test_standard_scores_of_what_is_fed(name: str, dtype: str) -> None:
         assert np.linalg.norm(got - wanted) < (1e-3 if dtype == "float16" else 1e-2) * np.linalg.norm(wanted)
 
 
+SCALES = {
+    "seconds in days": "z = Mul(x, days)",
+    "quotients, of what is moved": "r = Reshape(x, shape)  z = Div(r, seconds)",
+    "scores": "d = Sub(x, one)  z = Div(d, spreads)",
+    "a batch norm": "z = BatchNormalization(x, ones, ones, ones, variances)",
+    "levels of 12 bits": "z = Div(x, levels)",
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_what_is_scaled_down_was_large(name: str) -> None:
+    """Which onnxruntime divided by an infinity in float16, or took for one."""
+    numbers = """float days = {0.00001157}, float[2] seconds = {60000, 43200}, int64[2] shape = {-1, 2}, float one = {1},
+      float[2] ones = {1, 1}, float[2] spreads = {40000, 30000}, float[2] variances = {9e8, 1.6e9}, float levels = {4095},
+      float[2,3] w = {0.1, 3, 7, -9, 0.2, 5}"""
+    model = onnx.parser.parse_model(
+        HEAD + f"m (float[N,2] x) => (float[N,3] y) <{numbers}> {{ {SCALES[name]}  y = MatMul(z, w) }}"
+    )
+    fp32 = {op.type for op in amp.Program.from_onnx(model).operators} - {"MatMul"}
+    found = {op.type: op.precision for op in amp.convert(model, mode="mixed").operators if not op.inserted}
+    known = {op.type: op.precision for op in amp.convert(model, input_ranges={"x": (0.0, 100.0)}).operators}
+    if name == "levels of 12 bits":
+        assert found == {"Div": "float16", "MatMul": "float16"}
+        return
+    assert {kind for kind, precision in found.items() if precision == "float32"} == fp32
+    assert known["MatMul"] == "float16" and "float32" not in {known[kind] for kind in fp32}
+    x = np.random.default_rng(0).uniform(0, 86400, (64, 2)).astype(np.float32)
+    (wanted,), (got,) = session(model).run(None, {"x": x}), run_faithful(amp.convert(model, mode="mixed"), {"x": x})
+    assert np.linalg.norm(got - wanted) < 2e-3 * np.linalg.norm(wanted)
+
+
+def test_what_is_added_to_such_an_input_is_as_large() -> None:
+    """A forecast of pressures, which is the state and a change: it was infinite."""
+    numbers = """float[2] mean = {101325, 50000}, float[2] spread = {1500, 3000},
+      float[2,2] w = {0.5, -0.1, 0.3, 0.2}, int64[2] shape = {-1, 2}"""
+    model = onnx.parser.parse_model(
+        HEAD
+        + f"""m (float[N,2] x) => (float[N,2] y) <{numbers}> {{
+          d = Sub(x, mean)  s = Div(d, spread)  h = MatMul(s, w)  t = Tanh(h)  e = Mul(t, spread)
+          moved = Reshape(x, shape)  y = Add(moved, e) }}"""
+    )
+    x = np.random.default_rng(0).normal([101325, 50000], [1500, 3000], (64, 2)).astype(np.float32)
+    program, constraints = amp.Program.from_onnx(model), Constraints()
+    keep_fed_scores(Fed(program, Flow(program)), Ranges(program), "float16", constraints)
+    assert {op.outputs[0].name for op in constraints.operators if op.outputs[0]} == {"d", "s", "moved", "y"}
+    (wanted,), (got,) = session(model).run(None, {"x": x}), run_faithful(amp.convert(model), {"x": x})
+    np.testing.assert_allclose(got, wanted, rtol=1e-4)
+
+
 DAYS = """int64[1] first = {0}, int64[1] second = {1}, int64[1] last = {-1}, int64[1] end = {9}, int64[1] axes = {1},
   float one = {1}, float half = {0.5}, float[9] seen = {1, 0, 1, 0, 0, 0, 0, 0, 0},
   float[9] some = {0.5, 0, 0.25, 0, 0, 0, 0, 0, 0}, float[9] scale = {1, 1, 1, 1, 1, 1, 1, 1, 1}, float[9] bias = {0, 0, 0, 0, 0, 0, 0, 0, 0}"""
 DIFFERENCES = {
     "two inputs": ("d = Sub(x, z)", {"d"}),
+    "returns": (
+        "a = Slice(x, second, end, axes)  b = Slice(x, first, last, axes)  q = Div(a, b)  d = Sub(q, one)",
+        {"a", "b", "q", "d"},
+    ),
+    "logarithms of returns": ("q = Div(x, z)  d = Log(q)", {"q", "d"}),
+    "a quotient": ("d = Div(x, z)", set()),
     "two days": ("a = Slice(x, second, end, axes)  b = Slice(x, first, last, axes)  d = Sub(a, b)", {"a", "b", "d"}),
     "a series and its mean": ("m = ReduceMean(x, axes)  d = Sub(x, m)", {"m", "d"}),
     "a series and its mean where it is known": (

@@ -80,6 +80,19 @@ def test_rounding_happens_inside_branches() -> None:
     assert np.isinf(run(lowered.model, feeds)[0]).all(), "300 * 300 is beyond fp16"
 
 
+def test_an_operator_that_nobody_knows_reads_its_fp32_operand_in_fp32_after_a_cast_from_16_bit() -> None:
+    """Such a cast is nothing on CPU, where an fp32 tensor holds the 16-bit numbers."""
+    text = """<ir_version: 8, opset_import: ["" : 17, "com.microsoft.nchwc" : 1]>
+    net (float[1,16,4,4] x) => (float[1,16,4,4] y) {
+      h = Cast<to=10>(x)  s = Mul(h, h)  w = Cast<to=1>(s)
+      a = com.microsoft.nchwc.ReorderInput(w)  y = com.microsoft.nchwc.ReorderOutput<channels=16>(a)
+    }"""
+    program = amp.Program.from_onnx(onnx.parser.parse_model(text))
+    x = np.linspace(-4, 4, 256, dtype=np.float32).reshape(1, 16, 4, 4)
+    (y,) = run(lower(program, "cpu", {}, program.outputs).model, {"x": x})
+    np.testing.assert_array_equal(y, np.square(x.astype(np.float16)))
+
+
 def test_a_function_is_kept_in_a_file_and_inlined_where_it_runs() -> None:
     program = amp.Program.from_onnx(onnx.parser.parse_model(FUNCTION))
     assert [f.name for f in program.to_onnx().functions] == ["twice"]

@@ -149,6 +149,14 @@ RANGE = {
         "p = Pow(x, x)  t = Sigmoid(p)  y = MatMul(t, w)",
         {"p": "raises to a power that is not constant", "t": "after Pow -> p: raises to a power that is not constant"},
     ),
+    "a power over several numbers": (
+        "p = Pow(x, three)  d = Div(p, several)  t = Tanh(d)  y = MatMul(t, w)",
+        {
+            "p": "raises to the power 3",
+            "d": "after Pow -> p: raises to the power 3",
+            "t": "after Pow -> p: raises to the power 3",
+        },
+    ),
     "a negative power": (
         "p = Pow(x, minus)  n = Mul(p, x)  y = MatMul(n, w)",
         {"p": "a negative power leaves fp16 near 0", "n": "after Pow -> p: a negative power leaves fp16 near 0"},
@@ -196,6 +204,7 @@ RANGE = {
 }
 BOUNDS = {"one": (1.0, 1.0), "m": (1e-5, math.inf), "c": (1e-5, math.inf)}
 MORE = ", float minus = {-0.5}, float many = {512}, float share = {0.001953125}, int64 axis = {1}"
+MORE += ", float[8,1] several = {1, 2, 3, 4, 5, 6, 7, 8}"
 
 
 @pytest.mark.parametrize("pattern", RANGE)

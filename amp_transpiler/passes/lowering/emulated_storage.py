@@ -168,8 +168,8 @@ class EmulatedStorage:
         return v is not None and v.producer is None and v.dtype in HALF
 
     def real(self, variable: Variable, value: Value) -> Value:
-        """The tensor of the variable's own type: the 16-bit one that an fp32 one stands for."""
-        return self.e.narrow.get(value.name) or self.e.cast(value, variable.dtype or value.dtype)
+        """The tensor of the variable's own type: of a 16-bit one that which an fp32 one stands for."""
+        return self._held_as(value, variable.dtype or value.dtype)
 
     def _held_as(self, value: Value, dtype: str) -> Value:
         """A tensor that this place holds, in an element type."""

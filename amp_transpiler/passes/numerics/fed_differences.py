@@ -3,71 +3,92 @@
 16 bit holds 1990 to 0.5, or to 4, and what is left of it less a mean is a few of these. So these are computed in fp32:
 standard scores, and differences between what is fed, as of prices of two days or of a series and its mean; norms, which
 begin with such a difference; and at the other end what brings a forecast back to the size and the level of its series.
+
+What is scaled down, as seconds of a day to days, was large: float16 ends at 65504. Nor does it hold what is added to
+that, as a forecast to the state of the air. The returns of prices are differences too: quotients less 1, or logarithms.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.opdef import traits_of
+from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import LIMITS
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.fed import Fed, held
+from amp_transpiler.passes.numerics.ranges import Ranges
 from amp_transpiler.passes.view.constants import content
 from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import source
 
-#: Deviations by which a standard score may be off.
-_OFF = 0.01
+#: Deviations by which a standard score may be off, and those that what is scored may lie from its mean.
+_OFF, _REACH = 0.01, 8
 
 
-def keep_fed_scores(fed: Fed, dtype: str, constraints: Constraints) -> None:
+def keep_fed_scores(fed: Fed, ranges: Ranges, dtype: str, constraints: Constraints) -> None:
     """Add to ``constraints`` the standard scores of what is fed that 16 bit would put off by more than :data:`_OFF`
-    deviations where it holds the mean, and what computes what is scored."""
-    rounding = LIMITS[dtype].epsilon / 2
+    deviations where it holds the mean, or that is beyond it at :data:`_REACH` of them, what computes what is scored,
+    and what is added to that."""
+    limits = LIMITS[dtype]
 
     def is_off(op: Operator, variable: Variable) -> bool:
-        found = _mean_and_spread(op, fed.flow)
-        if found is None:
-            return False
-        with np.errstate(all="ignore"):
-            off = np.abs(np.divide(*found)) * rounding
-        return bool((off[np.isfinite(off)] > _OFF).any())
+        return _any_above(_OFF, _mean_and_spread(op, fed.flow), lambda mean, spread: mean / spread * limits.epsilon / 2)
 
-    if any(kind in fed.flow.kinds for kind in ("BatchNormalization", "Sub", "Add")):
+    def leaves(op: Operator, variable: Variable) -> bool:
+        if ranges.within(variable, limits.largest):
+            return False
+        found = _mean_and_spread(op, fed.flow)
+        return _any_above(limits.largest, found, lambda mean, spread: mean + _REACH * spread)
+
+    if any(kind in fed.flow.kinds for kind in ("BatchNormalization", "Div", "Mul", "ai.onnx.ml::Scaler")):
         fed.keep(constraints, Kind.FED_SCORE, fed.given, is_off)
+        _keep_sums(fed, fed.keep(constraints, Kind.FED_SCALE, fed.given, leaves), constraints)
+
+
+def _keep_sums(fed: Fed, large: set[Variable], constraints: Constraints) -> None:
+    """Keep the sums that one of these variables is a term of, and what moves it."""
+    for op, _, read in fed.flow.steps if large else ():
+        moved = moves(op) and sum(v is not None for v in read) == 1 and not op.attrs.programs
+        if (moved or op.full_type in ("Add", "Sub")) and any(v in large for v in read):
+            constraints.keep(op, Reason(Kind.FED_SCALE))
+            large.update(v for v in op.outputs if v is not None)
 
 
 def keep_fed_differences(fed: Fed, constraints: Constraints) -> None:
     """Add to ``constraints`` the differences between what is computed of inputs alone, their quotients and products
-    with such, norms, what computes the operands of all these, and what brings outputs back to that size.
+    with such, the returns of prices (quotients less 1, or their logarithms), norms, what computes the operands of all
+    these, and what brings outputs back to that size.
 
     A norm of inputs and weights, as of embeddings and positions, is one in the middle.
     """
 
-    def is_score(op: Operator, _operand: Variable) -> bool:
-        if not _is_of_two(op, fed) or op.full_type not in ("Sub", "Div", "Mul"):
-            return False
-        makers = [op] if op.full_type == "Sub" else [v.producer for v in fed.flow.inputs[op] if v is not None]
-        return any(maker is not None and maker.full_type == "Sub" and _is_of_two(maker, fed) for maker in makers)
+    def is_score(op: Operator, operand: Variable) -> bool:
+        kind, read = op.full_type, [v for v in fed.flow.inputs[op] if v is not None]
+        if kind in ("Div", "Mul") and _is_of_two(op, fed):
+            return any(_is_of_two(v.producer, fed, "Sub") for v in read)
+        less_one = kind == "Sub" and fed.flow.number(read[-1]) == 1
+        return _is_of_two(op, fed, "Sub") or ((less_one or kind == "Log") and _is_of_two(operand.producer, fed, "Div"))
 
     def is_norm(op: Operator, operand: Variable) -> bool:
         return traits_of(op).centres and operand in fed.measured
 
-    if "Sub" in fed.flow.kinds:
+    if {"Sub", "Log"} & fed.flow.kinds.keys():
         own = fed.keep(constraints, Kind.FED_DIFFERENCE, fed.measured, is_score)
         _keep_forecasts(fed, own, constraints)
     if any(kind.centres for kind in fed.flow.kinds.values()):
         fed.keep(constraints, Kind.FED_DIFFERENCE, fed.measured, is_norm)
 
 
-def _is_of_two(op: Operator, fed: Fed) -> bool:
-    """Whether its operands are two, each computed of inputs alone."""
+def _is_of_two(op: Operator | None, fed: Fed, kind: str = "") -> bool:
+    """Whether it is an operator, of this kind, whose operands are two, each computed of inputs alone."""
+    if op is None or (kind and op.full_type != kind):
+        return False
     read = {v for v in fed.flow.inputs.get(op, ()) if v is not None and not held(v)}
     return len(read) == 2 and read <= fed.measured
 
@@ -90,18 +111,40 @@ def _keep_forecasts(fed: Fed, own: set[Variable], constraints: Constraints) -> N
 
 def _mean_and_spread(op: Operator, flow: Flow) -> tuple[Any, Any] | None:
     """The mean and the deviation of which the operator makes standard scores, up to their signs; None where it makes
-    something else."""
+    something else. A scale and a shift are such where they scale down: shares that become levels are none."""
     read = flow.inputs[op]
     if op.full_type == "BatchNormalization":
         mean, variance = (_numbers(v) for v in read[3:5])
         return None if mean is None or variance is None else (mean, np.sqrt(variance + op.attrs.get("epsilon", 1e-5)))
-    maker = read[0].producer if op.full_type in ("Div", "Mul") and read[0] is not None else None
-    if maker is None or maker.full_type not in ("Sub", "Add"):
+    if op.full_type == "ai.onnx.ml::Scaler":
+        with np.errstate(divide="ignore"):
+            return np.asarray(op.attrs.get("offset", 0.0)), 1 / np.asarray(op.attrs.get("scale", 1.0))
+    spread, maker = _divisor(op, flow), None if read[0] is None else read[0].producer
+    if spread is not None:
+        mean = _numbers(flow.inputs[maker][1]) if maker is not None and maker.full_type in ("Sub", "Add") else None
+        return (0.0 if mean is None else mean), spread
+    if maker is None or op.full_type not in ("Sub", "Add"):
         return None
-    mean, spread = _numbers(flow.inputs[maker][1]), _numbers(read[1])
-    if mean is None or spread is None:
-        return None
-    return mean, spread if op.full_type == "Div" else 1 / spread
+    shift, spread = _numbers(read[1]), _divisor(maker, flow)
+    return None if shift is None or spread is None else (shift * spread * (np.abs(spread) > 1), spread)
+
+
+def _divisor(op: Operator, flow: Flow) -> Any:
+    """What the operator divides its first operand by, where that is known."""
+    number = _numbers(flow.inputs[op][1]) if op.full_type in ("Div", "Mul") else None
+    if number is None or op.full_type == "Div":
+        return number
+    with np.errstate(divide="ignore"):
+        return 1 / number
+
+
+def _any_above(limit: float, found: tuple[Any, Any] | None, measure: Callable[[Any, Any], Any]) -> bool:
+    """Whether what is measured of a mean and a deviation, where it is finite, is anywhere above the limit."""
+    if found is None:
+        return False
+    with np.errstate(all="ignore"):
+        measured = measure(*map(np.abs, found))
+    return bool((np.isfinite(measured) & (measured > limit)).any())
 
 
 def _numbers(variable: Variable | None) -> Any:

@@ -52,7 +52,7 @@ def known_constraints(
     keep_angles(fed, ranges, constraints)
     if dtype == "float16":
         keep_fed_logarithms(fed, ranges, constraints)
-    keep_fed_scores(fed, dtype, constraints)
+    keep_fed_scores(fed, ranges, dtype, constraints)
     keep_fed_differences(fed, constraints)
     keep_running_sums(flow, constraints)
     keep_comparisons(flow, constraints)

@@ -20,6 +20,7 @@ from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS, LIMITS
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.masks import HIGH, LOW, Masks, flipped, through
+from amp_transpiler.passes.view.constants import is_constant
 from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import label
 
@@ -162,8 +163,10 @@ class OverflowPropagation:
         if traits.product:
             return MAY_OVERFLOW if known[slot] & BEYOND else 0
         if name == "Div" and slot == 0:
-            divisor = self.flow.number(self.flow.inputs[op][1])
-            return MAY_OVERFLOW if divisor and not self._means(op, 1 / divisor) else 0
+            number, divisor = self.flow.number(self.flow.inputs[op][1]), self.flow.inputs[op][1]
+            if number is None:  # several, each its own, bring nothing back into range either
+                return MAY_OVERFLOW if divisor is not None and is_constant(divisor) else 0
+            return MAY_OVERFLOW if number and not self._means(op, 1 / number) else 0
         if name == "Clip" and slot == 0:
             return 0 if self._clips(op) else MAY_OVERFLOW
         if name == "Pow" and slot == 0:
