@@ -137,6 +137,7 @@ DIFFERENCES = {
     "a norm of what a layer computes": ("a = LpNormalization(x)  d = LayerNormalization(a, scale, bias)", set()),
     "what a layer computes": ("a = LpNormalization(x)  d = Sub(a, z)", set()),
     "an input and a number": ("d = Sub(x, one)", set()),
+    "two inputs, beside words": ('word = Constant <value_string = "one"> ()  d = Sub(x, z)', {"d"}),
     "nothing": ("d = Sub(x, x)", set()),
 }
 

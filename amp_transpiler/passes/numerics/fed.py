@@ -25,6 +25,8 @@ from amp_transpiler.passes.view.flow import Flow
 
 #: Terms of a sum: the coordinates of a place.
 _FEW = 4
+#: Elements that are looked at before all are.
+_SOME = 64
 
 
 class Fed:
@@ -58,7 +60,8 @@ class Fed:
                 return op.full_type != "Constant" or all(v is not None and _is_mask(v) for v in op.outputs)
             traits = traits_of(op)
             computes = moves(op) or traits.elementwise or traits.reduces not in ("", "index")
-            return computes and all(_is_mask(v) for v in operands if held(v))
+            held_ones = [v for v in operands if held(v)]
+            return computes and len(held_ones) < len(operands) and all(map(_is_mask, held_ones))
 
         return self._grown(comes)
 
@@ -99,10 +102,13 @@ def held(variable: Variable) -> bool:
 
 
 def _is_mask(variable: Variable) -> bool:
-    """Whether it holds one number, in places 0 instead."""
-    data = content(variable)
-    array = None if data is None else np.abs(as_array(data))
-    return array is not None and bool(((array == 0) | (array == array.max(initial=0))).all())
+    """Whether it holds one number, in places 0 instead; of most weights the first elements tell that it does not."""
+    data = content(variable) if variable.dtype in FLOATS else None
+    if data is None:
+        return False
+    array = as_array(data).reshape(-1)
+    magnitudes = (np.abs(part) for part in (array[:_SOME], array))
+    return all(bool(((part == 0) | (part == part.max(initial=0))).all()) for part in magnitudes)
 
 
 def _sums_few(op: Operator, operands: Sequence[Variable]) -> bool:
