@@ -11,8 +11,6 @@ from amp_transpiler.ir.weights import not_a_weight
 
 ANGLES = np.outer(np.arange(6), 0.1 ** np.arange(4)).astype(np.float32)
 COSINES, SINES = (np.concatenate([f(ANGLES)] * 2, -1)[None, None] for f in (np.cos, np.sin))
-
-
 STARTS = "what the examples of a batch begin with"
 
 

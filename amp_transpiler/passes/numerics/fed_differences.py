@@ -125,8 +125,9 @@ def _mean_and_spread(op: Operator, flow: Flow) -> tuple[Any, Any] | None:
         return (0.0 if mean is None else mean), spread
     if maker is None or op.full_type not in ("Sub", "Add"):
         return None
-    shift, spread = _numbers(read[1]), _divisor(maker, flow)
-    return None if shift is None or spread is None else (shift * spread * (np.abs(spread) > 1), spread)
+    spread = _divisor(maker, flow)
+    shift = None if spread is None else _numbers(read[1])
+    return None if shift is None else (shift * spread * (np.abs(spread) > 1), spread)
 
 
 def _divisor(op: Operator, flow: Flow) -> Any:
