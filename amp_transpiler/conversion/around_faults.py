@@ -17,10 +17,10 @@ from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import FLOATS
-from amp_transpiler.lists import TARGET_OPSET, faults
+from amp_transpiler.lists import faults
 from amp_transpiler.ops.place_bodies import Asked, body_of
 from amp_transpiler.passes.canonicalize.opset import convert_opset
-from amp_transpiler.passes.numerics.quantised import loads_at
+from amp_transpiler.passes.numerics.quantised import latest_opset
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.kernel_faults import fault_in_fp32
@@ -70,7 +70,7 @@ class AroundFaults(Pass):
 def _raised(graph: Graph) -> list[str]:
     """Bring the program to the opset that bodies are written at; a sentence on that, if any."""
     own = graph.opset()
-    target = TARGET_OPSET if loads_at(graph, TARGET_OPSET) else _EARLIER
+    target = latest_opset(graph)
     if own >= target:
         return []
     try:

@@ -23,7 +23,7 @@ from amp_transpiler.lists import TARGET_OPSET, USUAL_PLACE, has_kernel, place_tr
 from amp_transpiler.ops.place_gaps import LOST
 from amp_transpiler.passes.canonicalize.fuse_norm import MEANS, fuse_layer_norms, has_layer_norms
 from amp_transpiler.passes.canonicalize.opset import convert_opset
-from amp_transpiler.passes.numerics.quantised import loads_at
+from amp_transpiler.passes.numerics.quantised import latest_opset
 from amp_transpiler.passes.partition.cut import FULL, Tensor, solve
 from amp_transpiler.passes.partition.problem import counted_bytes, counted_cast
 from amp_transpiler.passes.pipeline import Context, Pass, Property
@@ -129,7 +129,7 @@ def _targets(program: Graph, dtype: str, has: _HasKernel) -> tuple[int, ...]:
     where some are written out, and at which operators that are on no list, since ONNX withdrew them, are what they are
     made of; for bfloat16 that of its convolutions as well."""
     own = program.opset()
-    later = TARGET_OPSET if loads_at(program, TARGET_OPSET) else _SCALES
+    later = latest_opset(program)
     kinds = set[str]()
     for op in program.walk():
         if op.type not in kinds and not op.domain and has_float(op):

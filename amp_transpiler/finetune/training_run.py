@@ -33,6 +33,7 @@ from amp_transpiler.finetune.training_record import EpochRecord, FitResult
 from amp_transpiler.ir.decompose import write_out
 from amp_transpiler.ir.locations import model_size
 from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.passes.numerics.quantised import let_load
 from amp_transpiler.passes.view.training_step import training_step
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import Executor, Scope
@@ -322,15 +323,13 @@ class Run:
         return found
 
     def _write(self, output: Path, brought: Mapping[str, Any]) -> None:
-        """The trained model for inference, from the fp32 masters, in the chosen precision.
-
-        What has no master, as the loss does not depend on it, is as it was given.
-        What leaves the range of 16 bit on a batch of the data stays fp32, as with ``convert --calibration``.
-        """
+        """The trained model for inference, from the fp32 masters (what has none is as it was given), in the chosen
+        precision; what leaves the range of 16 bit on a batch of the data stays fp32, as with ``convert``."""
         options = self.options
         scope = _Masters(self.scope, self.given, self._masters(), brought)
         served = self.programs.model.clone()
         write_out(served)
+        let_load(served)
         model = served.to_onnx(scope=scope, external_data=False)
         if options.saved == "fp32":
             Program.from_onnx(model).to_onnx(output)

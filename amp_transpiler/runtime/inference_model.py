@@ -14,6 +14,7 @@ from amp_transpiler.passes.canonicalize.standard_form import decompose_for_runti
 from amp_transpiler.passes.lowering.lowered import needed
 from amp_transpiler.passes.numerics.mixed_norms import write_mixed_norms
 from amp_transpiler.passes.numerics.one_type_norms import write_norms_of_one_type
+from amp_transpiler.passes.numerics.quantised import let_load
 from amp_transpiler.program import Program, default_main_program, program_of
 from amp_transpiler.runtime.executor import Executor
 from amp_transpiler.runtime.given_executor import given_executor
@@ -132,6 +133,7 @@ def pruned(program: Program, feeds: list[str], fetches: list[str]) -> Program:
     decompose_for_runtime(program)
     write_norms_of_one_type(program)
     write_mixed_norms(program)
+    let_load(program)
     return program
 
 

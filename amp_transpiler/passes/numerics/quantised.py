@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
+from amp_transpiler.lists import TARGET_OPSET
 from amp_transpiler.ops.fake_quantize import quantizer
+from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.view.names import written_name
 
@@ -35,6 +37,17 @@ def loads_at(program: Graph, opset: int) -> bool:
         and any(reader.type in _HANDED_ON and not reader.domain for made in op.outputs for reader, _ in _readers(made))
         for op in program.walk()
     )
+
+
+def latest_opset(program: Graph) -> int:
+    """The latest opset to raise a program to: the one that bodies are written at, if onnxruntime loads it there."""
+    return TARGET_OPSET if loads_at(program, TARGET_OPSET) else _NAMES_ITS_TYPE - 1
+
+
+def let_load(program: Graph) -> None:
+    """Bring a program that was trained, and so raised, to an opset at which onnxruntime loads it."""
+    if not loads_at(program, program.opset()):
+        convert_opset(program, latest_opset(program))
 
 
 def _readers(variable: Variable | None) -> Sequence[tuple[Operator, int | str]]:
