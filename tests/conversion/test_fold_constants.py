@@ -136,6 +136,18 @@ def test_a_file_does_not_grow() -> None:
     )
 
 
+def test_lengths_of_rows_are_stored_beside_their_table() -> None:
+    """As in a search for the nearest row: the lengths in fp32 would be computed in every run, of a second table."""
+    rows = ", ".join(f"{value:.4f}" for value in np.random.default_rng(0).normal(0, 0.1, 512 * 64))
+    text = f"""(float[4, 64] x) => (float[4, 512] y) <float[512, 64] table = {{{rows}}}> {{
+        q = Mul(table, table)  n = ReduceMean<axes = [1], keepdims = 0>(q)
+        t = Transpose(table)  p = MatMul(x, t)  y = Sub(n, p) }}"""
+    after = converted(text)
+    assert "ReduceMean" not in types(after)
+    sizes = sorted(onnx.numpy_helper.to_array(each).size for each in after.graph.initializer)
+    assert sizes[-2:] == [512, 512 * 64], "the table stands there once"
+
+
 def test_a_constant_whose_shape_is_read_too_makes_room_for_its_result() -> None:
     """As scikit-learn's Gaussian processes have it, which kept their points and scaled them in every run."""
     halves = ", ".join(["0.5"] * 64 * 64)
