@@ -48,7 +48,7 @@ _WORK = 1 << 28
 _SECONDS = 10.0
 #: Bytes that an operator takes in a file.
 _NODE = 96
-#: The part of its constants' bytes by which a file may grow for the sake of fewer operators: lengths of rows beside a table.
+#: The part of its constants' bytes by which a file may grow for the sake of fewer operators, as lengths of rows take it
 _GROWTH = 32
 _TURNS = 8  # what was in a branch that is taken may make other conditions known
 #: Small tensors whose content tells the sizes of others.
