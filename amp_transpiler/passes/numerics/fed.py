@@ -25,6 +25,8 @@ from amp_transpiler.passes.view.flow import Flow
 
 #: Terms of a sum: the coordinates of a place.
 _FEW = 4
+_TOTALS = frozenset({"sum", "mean", "max", "min"})
+_ROOTS = frozenset({"Sqrt", "Pow"})
 #: Elements that are looked at before all are.
 _SOME = 64
 
@@ -64,6 +66,18 @@ class Fed:
             return computes and len(held_ones) < len(operands) and all(map(_is_mask, held_ones))
 
         return self._grown(comes)
+
+    @cached_property
+    def totals(self) -> set[Variable]:
+        """Sums, means and extremes of what is :attr:`measured`, and what is computed of them; but no lengths, which
+        are roots."""
+        found = set[Variable]()
+        for op, _, read in self.flow.steps:
+            if not self.measured.isdisjoint(op.outputs) and op.full_type not in _ROOTS:
+                totals = traits_of(op).reduces in _TOTALS and read[0] in self.measured
+                if totals or any(v in found for v in read):
+                    found.update(v for v in op.outputs if v is not None)
+        return found
 
     def _grown(self, comes: Callable[[Operator, Sequence[Variable]], bool]) -> set[Variable]:
         """The inputs, and what operators of which ``comes`` holds make of such and of what the program holds."""

@@ -5,7 +5,8 @@ standard scores, and differences between what is fed, as of prices of two days o
 begin with such a difference; and at the other end what brings a forecast back to the size and the level of its series.
 
 What is scaled down, as seconds of a day to days, was large: float16 ends at 65504. Nor does it hold what is added to
-that, as a forecast to the state of the air. The returns of prices are differences too: quotients less 1, or logarithms.
+that, as a forecast to the state of the air. What is divided by its own mean, as sales are, may be as large.
+The returns of prices are differences too: quotients less 1, or logarithms.
 """
 
 from __future__ import annotations
@@ -60,13 +61,15 @@ def _keep_sums(fed: Fed, large: set[Variable], constraints: Constraints) -> None
             large.update(v for v in op.outputs if v is not None)
 
 
-def keep_fed_differences(fed: Fed, constraints: Constraints) -> None:
+def keep_fed_differences(fed: Fed, ranges: Ranges, dtype: str, constraints: Constraints) -> None:
     """Add to ``constraints`` the differences between what is computed of inputs alone, their quotients and products
-    with such, the returns of prices (quotients less 1, or their logarithms), norms, what computes the operands of all
-    these, and what brings outputs back to that size.
+    with such, the returns of prices (quotients less 1, or their logarithms), shares of totals that 16 bit may not hold,
+    norms, what computes the operands of all these, and what brings outputs back to that size.
 
     A norm of inputs and weights, as of embeddings and positions, is one in the middle.
     """
+
+    limits = LIMITS[dtype]
 
     def is_score(op: Operator, operand: Variable) -> bool:
         kind, read = op.full_type, [v for v in fed.flow.inputs[op] if v is not None]
@@ -75,12 +78,19 @@ def keep_fed_differences(fed: Fed, constraints: Constraints) -> None:
         less_one = kind == "Sub" and fed.flow.number(read[-1]) == 1
         return _is_of_two(op, fed, "Sub") or ((less_one or kind == "Log") and _is_of_two(operand.producer, fed, "Div"))
 
+    def is_share(op: Operator, operand: Variable) -> bool:
+        own = _is_of_two(op, fed, "Div") and fed.flow.inputs[op][1] in fed.totals
+        return own and not ranges.within(operand, limits.largest)
+
     def is_norm(op: Operator, operand: Variable) -> bool:
         return traits_of(op).centres and operand in fed.measured
 
+    own = set[Variable]()
     if {"Sub", "Log"} & fed.flow.kinds.keys():
-        own = fed.keep(constraints, Kind.FED_DIFFERENCE, fed.measured, is_score)
-        _keep_forecasts(fed, own, constraints)
+        own |= fed.keep(constraints, Kind.FED_DIFFERENCE, fed.measured, is_score)
+    if "Div" in fed.flow.kinds:
+        own |= fed.keep(constraints, Kind.FED_SHARE, fed.measured, is_share)
+    _keep_forecasts(fed, own, constraints)
     if any(kind.centres for kind in fed.flow.kinds.values()):
         fed.keep(constraints, Kind.FED_DIFFERENCE, fed.measured, is_norm)
 

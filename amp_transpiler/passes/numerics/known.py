@@ -53,7 +53,7 @@ def known_constraints(
     if dtype == "float16":
         keep_fed_logarithms(fed, ranges, constraints)
     keep_fed_scores(fed, ranges, dtype, constraints)
-    keep_fed_differences(fed, constraints)
+    keep_fed_differences(fed, ranges, dtype, constraints)
     keep_running_sums(flow, constraints)
     keep_comparisons(flow, constraints)
     keep_equalities(flow, dtype, constraints)
