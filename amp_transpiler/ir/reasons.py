@@ -87,7 +87,7 @@ class Kind(Enum):
     RECURRENT = "recurrent: errors of the state add up over the steps"
     PLACES = "places in an image"
     ANGLE = "an angle of what is fed: 16 bit holds none of many turns"
-    FED_LOGARITHM = "the logarithm of what is fed, which is of any size"
+    FED_LOGARITHM = "a logarithm or a root of what is fed, which is of any size"
     FED_SCORE = "the standard score of what is fed, whose mean has few digits in 16 bit beside its deviation"
     FED_SCALE = "scales down what is fed, or adds to it: it may be large, and float16 ends at 65504"
     FED_DIFFERENCE = "a difference of what is fed, which 16 bit rounds off before"

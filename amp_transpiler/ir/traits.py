@@ -56,6 +56,7 @@ class Traits:
     ``bounded``: the interval in which its outputs lie whatever its inputs are.
     ``carries_large``: a number in the first input beyond the range of a format makes one beyond it in the output, other
     inputs being ordinary.
+    ``shortens``: its output grows ever more slowly with its input, so that what is of any size makes ordinary numbers.
     ``ignores``: "low" where very low numbers of the first input count for nothing beside ordinary ones, "high" where
     very high ones do.
     ``poles``: numbers in the first input at which its output, or its slope, is infinite.
@@ -98,6 +99,7 @@ class Traits:
     coarse: str = ""
     bounded: Interval | None = None
     carries_large: bool = False
+    shortens: bool = False
     ignores: str = ""
     poles: tuple[float, ...] = ()
     nears: bool = False

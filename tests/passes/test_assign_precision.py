@@ -266,6 +266,25 @@ def test_a_constant_read_in_both_precisions_has_a_twin() -> None:
     assert casts(program) == ["x.cast_fp16", "y"]
 
 
+@pytest.mark.parametrize("lookup", ["Gather(w, i)", "GatherND(w, i)"])
+@pytest.mark.parametrize("again", [False, True], ids=["once", "again"])
+def test_rows_of_a_large_table_are_cast_and_not_the_table(lookup: str, again: bool) -> None:
+    """As a search gives the rows that it finds: the table stood in the file twice."""
+    rows = "float[3,2,256]" if lookup.startswith("Gather(") else "float[3,256]"
+    model = onnx.parser.parse_model(
+        HEAD + f"m (float[8,256] x, int64[3,1] i) => (float[8,256] y, {rows} z) {{ y = MatMul(x, w) z = {lookup} }}"
+    )
+    model.graph.output[1].type.tensor_type.shape.ClearField("dim")
+    table = np.random.default_rng(0).normal(size=(256, 256)).astype(np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(table, "w"))
+    done = amp.convert(model, mode="mixed")
+    found = amp.convert(done.to_onnx(), mode="mixed") if again else done
+    assert [v.dtype for v in found.variables if v.shape == (256, 256)] == ["float16"]
+    assert str(found.to_onnx()) == str(done.to_onnx())
+    apart = amp.convert(model, mode="mixed", black_list=[lookup[: lookup.index("(")]])
+    assert sorted(str(v.dtype) for v in apart.variables if v.shape == (256, 256)) == ["float16", "float32"]
+
+
 def test_masks_are_saturated_in_the_program() -> None:
     program = program_of(
         "m (bool[8] c, float[8] x) => (float[8] y) <float low = {-3.4e38}> { a = Where(c, x, low) y = Softmax(a) }"

@@ -17,7 +17,8 @@ from tests.helpers.sessions import session
 
 HEAD = '<ir_version: 10, opset_import: ["" : 20]>\n'
 WEIGHTS = "float[2,3] w = {0.1, 3, 7, -9, 0.2, 5}, float[4] f = {1, 0.1, 0.01, 0.001}, float[8,2] l = {" + (
-    ", ".join(["0.1"] * 16) + "}, float turn = {6.2831853}, float day = {24}, int64[1] one = {1}"
+    ", ".join(["0.1"] * 16)
+    + "}, float turn = {6.2831853}, float day = {24}, float two = {2}, float fourth = {0.25}, int64[1] one = {1}"
 )
 
 CASES = {
@@ -105,6 +106,10 @@ LOGARITHMS = {
         "m (float[N,8] x) => (float[N,2] y) { m = Mul(x, turn)  g = Log(m)  y = MatMul(g, l) }",
         {"m", "g"},
     ),
+    "a root": ("m (float[N,8] x) => (float[N,2] y) { m = Abs(x)  g = Sqrt(m)  y = MatMul(g, l) }", {"m", "g"}),
+    "a fourth root": ("m (float[N,8] x) => (float[N,2] y) { g = Pow(x, fourth)  y = MatMul(g, l) }", {"g"}),
+    "a power": ("m (float[N,8] x) => (float[N,2] y) { g = Pow(x, two)  y = MatMul(g, l) }", set()),
+    "an area's logarithm": ("m (float[N,8] x) => (float[N,2] y) { g = Asinh(x)  y = MatMul(g, l) }", {"g"}),
     "of what a layer computes": ("m (float[N,8] x) => (float[N,2] y) { p = MatMul(x, l)  y = Log(p) }", set()),
     "of what is bounded": ("m (float[N,2] x) => (float[N,2] y) { s = Sigmoid(x)  y = Log(s) }", set()),
 }
@@ -118,13 +123,14 @@ def test_logarithms_of_what_is_fed(name: str) -> None:
     assert {op.outputs[0].name for op in constraints.operators if op.outputs[0]} == expected
 
 
-def test_a_fed_number_beyond_float16_has_a_logarithm() -> None:
+@pytest.mark.parametrize("kind", ["Log", "Sqrt"])
+def test_a_fed_number_beyond_float16_has_a_logarithm_and_a_root(kind: str) -> None:
     model = onnx.parser.parse_model(
-        HEAD + f"m (float[2,8] x) => (float[2,2] y) <{WEIGHTS}> {{ g = Log(x)  y = MatMul(g, l) }}"
+        HEAD + f"m (float[2,8] x) => (float[2,2] y) <{WEIGHTS}> {{ g = {kind}(x)  y = MatMul(g, l) }}"
     )
     x = np.geomspace(1e-9, 1e9, 16, dtype=np.float32).reshape(2, 8)
     (wanted,) = session(model).run(None, {"x": x})
     (got,) = run_faithful(amp.convert(model), {"x": x})
     np.testing.assert_allclose(got, wanted, rtol=2e-3, atol=5e-3)
     within = amp.convert(model, input_ranges={"x": (1e-3, 1000.0)})
-    assert next(op for op in within.operators if op.type == "Log").precision == "float16"
+    assert next(op for op in within.operators if op.type == kind).precision == "float16"

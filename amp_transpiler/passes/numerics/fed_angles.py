@@ -4,7 +4,8 @@ So what computes the operands of sines and cosines is kept where these are given
 steps, rotary positions, Fourier features. The sine of what is proved to be no more than half a turn may be 16 bit.
 Remainders are phases too: the hour of the day, of hours that were counted.
 
-Likewise logarithms, which are taken of what is of any size: counts, incomes, energies. float16 ends at 65504 and 6e-8.
+Likewise logarithms and roots, which are taken of what is of any size: counts, incomes, energies. float16 ends at 65504
+and 6e-8.
 """
 
 from __future__ import annotations
@@ -33,16 +34,28 @@ def keep_angles(fed: Fed, ranges: Ranges, constraints: Constraints) -> None:
 
 
 def keep_fed_logarithms(fed: Fed, ranges: Ranges, constraints: Constraints) -> None:
-    """Add to ``constraints`` the logarithms of what is fed and may leave float16, and what computes their operands."""
-    if "Log" in fed.flow.kinds:
-        limits = LIMITS["float16"]
+    """Add to ``constraints`` the logarithms and roots of what is fed and may leave float16, and what computes their
+    operands."""
+    kinds = fed.flow.kinds
+    if "Pow" not in kinds and not any(kind.shortens for kind in kinds.values()):
+        return
+    limits = LIMITS["float16"]
 
-        def may_leave(op: Operator, variable: Variable) -> bool:
-            low, high = ranges.bound(variable) or (0.0, math.inf)
-            leaves = high > limits.largest or 0 < low < limits.normal
-            return op.full_type == "Log" and leaves and not held(variable)
+    def may_leave(op: Operator, variable: Variable) -> bool:
+        if held(variable) or not _shortens(op, fed.flow):
+            return False
+        low, high = ranges.bound(variable) or (0.0, math.inf)
+        return high > limits.largest or 0 < low < limits.normal
 
-        fed.keep(constraints, Kind.FED_LOGARITHM, fed.given, may_leave)
+    fed.keep(constraints, Kind.FED_LOGARITHM, fed.given, may_leave)
+
+
+def _shortens(op: Operator, flow: Flow) -> bool:
+    """Whether it makes numbers of an ordinary size of what is of any."""
+    if op.full_type != "Pow":
+        return traits_of(op).shortens
+    exponent = flow.number(flow.inputs[op][1])
+    return exponent is not None and 0 < exponent < 1
 
 
 def _is_phase(op: Operator, flow: Flow) -> bool:

@@ -3,13 +3,13 @@
 One cast per tensor and element type in the whole program, named ``<variable>.cast_fp16`` (``cast_bf16``,
 ``cast_fp32``), in the graph that owns the tensor: nested graphs capture the result, so that a loop does
 not repeat it. A constant is converted here and now instead; it becomes two only where both precisions
-read it. No cast is stacked on a widening one: 16 bit to fp32 and back is the tensor itself.
+read it, and where one of these gathers rows of a large one, they are cast. No cast is stacked on a widening one:
+16 bit to fp32 and back is the tensor itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -20,10 +20,11 @@ from amp_transpiler.ir.nodes import FORWARD, Operator, Variable, origin
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS, HALF, ONNX_TYPES, SHORT, numpy_dtype
 from amp_transpiler.lists import AutoMixedPrecisionLists
+from amp_transpiler.passes.precision.rows import move_rows, shares_table
 from amp_transpiler.passes.precision.rules import Decision, constant_reason
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.names import source
-from amp_transpiler.passes.view.typing import Slots, kept_slots, programs, signature_of
+from amp_transpiler.passes.view.typing import kept_slots, programs, signature_of
 
 Decisions = dict[Operator, Decision]
 #: What may stand between a constant and its readers: what makes it, and casts that were put in.
@@ -64,7 +65,7 @@ def apply(
     }
     given = given or {}
     contents = constants.all_converted({**rounded, **given}, dtype, magnitudes or {})  # first of all, for it can fail
-    _move_rows(decisions, narrow, dtype)
+    move_rows(decisions, narrow, dtype)
     data = {v: use for v, use in uses.items() if use.half and not use.constant}
     entering = {v.name for v, use in data.items() if use.enters(dtype, decisions)}
     for variable in (*narrow, *given):
@@ -155,6 +156,8 @@ def _uses(program: Graph, decisions: Decisions, dtype: str, constants_alone: boo
                 use.other |= wanted != dtype
             elif wanted == dtype:
                 use.half = True
+            elif slot == 0 and shares_table(op, decision):
+                pass  # it reads what the others have
             else:
                 use.other |= wanted is not None or op.full_type in ("Cast", "CastLike")
     for each in programs(program):
@@ -162,19 +165,6 @@ def _uses(program: Graph, decisions: Decisions, dtype: str, constants_alone: boo
             if origin(held) in uses:
                 uses[origin(held)].fetched = True
     return uses
-
-
-def _move_rows(decisions: Decisions, narrow: Container[Variable], dtype: str) -> None:
-    """Gather on a table that is 16 bit moves its rows as they are; a fp32 reader casts the rows, not the table."""
-    for op, decision in decisions.items():
-        if op.full_type != "Gather" or op.inputs[0] is None:
-            continue
-        table = origin(op.inputs[0])
-        if not (table.persistable and (table in narrow or table.dtype == dtype)):
-            continue
-        slots = Slots([dtype, *decision.slots.inputs[1:]], [dtype, *decision.slots.outputs[1:]])
-        why = Reason(Kind.MOVES_ROWS, table.name, runs=SHORT[dtype])
-        decisions[op] = replace(decision, precision=dtype, why=why, slots=slots)
 
 
 def _constant_decision(decision: Decision, dtype: str) -> None:
