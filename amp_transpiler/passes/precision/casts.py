@@ -20,8 +20,8 @@ from amp_transpiler.ir.nodes import FORWARD, Operator, Variable, origin
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import FLOATS, HALF, ONNX_TYPES, SHORT, numpy_dtype
 from amp_transpiler.lists import AutoMixedPrecisionLists
-from amp_transpiler.passes.precision.rows import move_rows, shares_table
 from amp_transpiler.passes.precision.rules import Decision, constant_reason
+from amp_transpiler.passes.precision.table_rows import move_rows, shares_table
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.names import source
 from amp_transpiler.passes.view.typing import kept_slots, programs, signature_of
