@@ -38,7 +38,7 @@ def move_rows(decisions: dict[Operator, Decision], narrow: Container[Variable], 
             continue
         table = origin(op.inputs[0])
         held = table.persistable or (constants.is_constant(table) and shares_table(op, decision))
-        if table in narrow or (held and table.dtype == dtype):
+        if held and (table in narrow or table.dtype == dtype):
             slots = Slots([dtype, *decision.slots.inputs[1:]], [dtype, *decision.slots.outputs[1:]])
             why = Reason(Kind.MOVES_ROWS, table.name, runs=SHORT[dtype])
             decisions[op] = replace(decision, precision=dtype, why=why, slots=slots)
