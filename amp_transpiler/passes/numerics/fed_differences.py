@@ -10,32 +10,26 @@ that, as a forecast to the state of the air. The returns of prices are differenc
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
+from amp_transpiler.ir.stencils import is_stencil
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import LIMITS
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.fed import Fed, held
 from amp_transpiler.passes.numerics.ranges import Ranges
-from amp_transpiler.passes.numerics.weight_norms import summed_axes
 from amp_transpiler.passes.view.constants import content
 from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import source
 
 #: Deviations by which a standard score may be off, and those that what is scored may lie from its mean.
 _OFF, _REACH = 0.01, 8
-#: Elements that a row of a stencil takes at most, and what they add up to at most beside their magnitudes.
-_TAPS, _BALANCED = 32, 1e-6
-#: Elements of the largest weights that are looked through for rows of such.
-_LARGEST = 1 << 20
 
 
 def keep_fed_scores(fed: Fed, ranges: Ranges, dtype: str, constraints: Constraints) -> None:
@@ -91,25 +85,14 @@ def keep_fed_differences(fed: Fed, constraints: Constraints) -> None:
     if any(kind.centres for kind in fed.flow.kinds.values()):
         fed.keep(constraints, Kind.FED_DIFFERENCE, fed.measured, is_norm)
     if any(kind.weight_axes is not None for kind in fed.flow.kinds.values()):
-        fed.keep(constraints, Kind.FED_DIFFERENCE, fed.measured, lambda op, _: _is_stencil(op, fed))
+        fed.keep(constraints, Kind.FED_DIFFERENCE, fed.measured, lambda op, _: _takes_off(op, fed))
 
 
-def _is_stencil(op: Operator, fed: Fed) -> bool:
-    """Whether it is a product of inputs alone with rows of numbers most of which add up a few elements to differences:
-    a derivative, a Laplace operator, a wavelet."""
-    read, axes = fed.flow.inputs[op], summed_axes(op)
-    if len(read) < 2 or axes is None:
-        return False
-    x, weights = read[:2]
-    if op.full_type == "MatMul" and x is not None and held(x):
-        x, weights, axes = weights, x, (-1,)
-    small = weights is not None and math.prod(static(weights.shape) or (math.inf,)) <= _LARGEST
-    rows = _numbers(weights) if small and x in fed.measured else None
-    if rows is None:
-        return False
-    size, taps = np.abs(rows).sum(axis=axes), (rows != 0).sum(axis=axes)
-    balanced = np.abs(rows.sum(axis=axes)) <= _BALANCED * size
-    return bool(((taps <= _TAPS) & balanced)[taps > 0].sum() * 2 > (taps > 0).sum())
+def _takes_off(op: Operator, fed: Fed) -> bool:
+    """Whether it is a product of inputs alone with a stencil."""
+    read = fed.flow.inputs[op][:2]
+    fields = [v for v in read if v in fed.measured]
+    return len(fields) == 1 and any(v and v not in fields and is_stencil(op, slot, v) for slot, v in enumerate(read))
 
 
 def _is_of_two(op: Operator | None, fed: Fed, kind: str = "") -> bool:
