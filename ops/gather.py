@@ -189,7 +189,7 @@ traits("Compress", moves=(0,), exact=True, selects=True)
 # Not exact: with reduction="add" they add.
 traits(*_SCATTERS, moves=(0, 2), combines="reduction")
 traits("TensorScatter", moves=(0, 1))
-traits("TopK", exact=True, carries_large=True)
+traits("TopK", exact=True, carries_large=True, ranks=1)
 traits(own("TopKGrad"), own("ScatterElementsGrad"), own("ScatterNDGrad"), exact=True)
 range_rule(*_LOOKUPS, "Compress")(same)
 

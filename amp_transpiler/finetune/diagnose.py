@@ -1,4 +1,5 @@
-"""Why a loss is not finite: the model as it was given, its precision, or the steps. The data was tried before."""
+"""Why a loss or its gradients are not finite: the model as it was given, its precision, or the steps. The data was
+tried before."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from amp_transpiler.finetune.options import FitOptions
 from amp_transpiler.finetune.programs import Programs
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import FLOATS
+from amp_transpiler.monitor import Culprit
 from amp_transpiler.program import Program
 
 Feed = Mapping[str, np.ndarray]
@@ -53,6 +55,15 @@ def training_fault(
         f"the loss is not finite {where}. Before the first step it was {first:.4g}, and data and "
         f"model are finite, so the steps are too long: lower the learning rate "
         f"({options.said('lr')}), or try {warmup} or {clip}. Nothing was written"
+    )
+
+
+def gradient_fault(culprit: Culprit, options: FitOptions) -> NonFiniteError:
+    """The error for gradients that are not finite with the weights as they were given, where the loss is."""
+    return NonFiniteError(
+        "the gradients are not finite with the weights as they were given, though the loss is: "
+        f"{str(culprit).splitlines()[0]}. Let the model keep what that reads away from where it, or its slope, is "
+        f"infinite, or freeze the layers before it ({options.called('freeze')}). Nothing was written"
     )
 
 

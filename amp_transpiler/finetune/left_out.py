@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.parameter_names import made_up
-from amp_transpiler.ir.torch_marks import PARAMETER, exported_from
+from amp_transpiler.ir.torch_marks import PARAMETER, exported_from, is_computed
 from amp_transpiler.ir.types import FLOATS
-from amp_transpiler.ir.weights import A_BUFFER, FREQUENCIES, ONE_NUMBER, PLACES, not_a_weight
+from amp_transpiler.ir.weights import A_BUFFER, FREQUENCIES, ONE_NUMBER, PLACES, STENCIL, not_a_weight
 from amp_transpiler.ops.fake_quantize import stored_quantised
 from amp_transpiler.ops.training.random import MASK_ID
 from amp_transpiler.option_checks import listed
@@ -63,26 +64,41 @@ def counted_left(program: Program) -> list[str]:
 
 
 def buffers_left(program: Program) -> list[str]:
-    """Say which tensors the exporter calls buffers, where nothing else tells that they are not trained."""
+    """Say which tensors the exporter calls buffers, where nothing else tells that they are not trained, and which look
+    like stencils."""
     constants = [v for v in program.variables if v.is_constant and v.producer is None and v.dtype in FLOATS]
-    left = [v.name for v in constants if v.readers and not_a_weight(v) == A_BUFFER]
-    return (
-        [f"{listed(left)}: buffers of the exported model, not trained; name in trainable what is learned"]
-        if left
-        else []
-    )
+    reasons = {v.name: not_a_weight(v) for v in constants if v.readers}
+    said = {A_BUFFER: "buffers of the exported model", STENCIL: "rows that add up to nothing, as stencils have"}
+    return [
+        f"{listed(left)}: {what}, not trained; name in trainable what is learned"
+        for kind, what in said.items()
+        if (left := [name for name, reason in reasons.items() if reason == kind])
+    ]
 
 
 def computed_of_several(program: Program) -> list[str]:
     """Say which parameters the exporter computed of several, but for recurrent layers, which have them side by side:
-    those of a layer that only constants go through, a normalised weight."""
-    return [
+    those of a layer that only constants go through, a normalised weight. And which it computed of one that is trained
+    beside them, or in another of them: an exponential and the sum that a normalising flow adds up."""
+    sources = {v: [name for kind, name in exported_from(v) if kind == PARAMETER] for v in program.parameters}
+    said = [
         f"'{v.name}' was computed of {listed(names)} in the export, and is trained in their place: export with "
         "optimize=False to train those"
-        for v in program.parameters
-        if len(names := [name for kind, name in exported_from(v) if kind == PARAMETER]) > 1
-        and not any(traits_of(op).starts for op, _ in v.readers)
+        for v, names in sources.items()
+        if len(names) > 1 and not any(traits_of(op).starts for op, _ in v.readers)
     ]
+    made: dict[str, list[Variable]] = {v.name: [v] for v, names in sources.items() if not names}
+    for v, names in sources.items():
+        if len(names) == 1:
+            made.setdefault(names[0], []).append(v)
+    for name, parts in made.items():
+        computed = [v.name for v in parts if sources[v] and is_computed(v)]
+        if computed and len(parts) > 1:
+            said.append(
+                f"{listed(computed)}: computed of '{name}' in the export, and trained apart from what else is or was "
+                "that: export with optimize=False to train it alone"
+            )
+    return said
 
 
 def integers_left(program: Program) -> list[str]:

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.distributed import all_reduce, broadcast_statistics, check_equal
+from amp_transpiler.errors import NonFiniteError
 from amp_transpiler.finetune.data import Samples, Share, batch_sizes
-from amp_transpiler.finetune.diagnose import Feed, model_fault, training_fault
+from amp_transpiler.finetune.diagnose import Feed, gradient_fault, model_fault, training_fault
 from amp_transpiler.finetune.log import Log
 from amp_transpiler.finetune.metrics import Metric
 from amp_transpiler.finetune.options import FitOptions
 from amp_transpiler.finetune.programs import LOWEST_SCALE, Programs
 from amp_transpiler.finetune.training_record import EpochRecord
-from amp_transpiler.monitor import StepReports
+from amp_transpiler.monitor import Culprit, StepReports, find_culprit
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import Executor, Scope
 from amp_transpiler.runtime.report import StepReport
@@ -55,6 +56,8 @@ class Loop:
     reported: bool = False
     _fetches: list[Any] = field(default_factory=list)
     _bad_in_a_row: int = 0
+    #: What makes the gradients of the first batch not finite, whatever the scale of the loss is.
+    _at_fault: Culprit | None = None
 
     def __post_init__(self) -> None:
         self._fetches = [self.programs.loss, self.programs.prediction]
@@ -69,7 +72,8 @@ class Loop:
         return batch_sizes(samples.count, self.batch, self.options.accumulate, whole=self.whole)
 
     def epoch(self, number: int, train: Samples) -> EpochRecord:
-        """One pass over the data. NonFiniteError, with what is at fault, where the loss is not finite."""
+        """One pass over the data. NonFiniteError, with what is at fault, where the loss is not finite, or no gradient
+        of the first epoch is."""
         options = self.options
         sizes = self.sizes(train)
         metric = Metric(options.measured, options.loss)
@@ -92,6 +96,9 @@ class Loop:
                 self.check_equal()
             if self.progress is not None:
                 self.progress(step + 1, len(sizes))
+        if self._at_fault is not None and skipped == len(sizes):
+            raise gradient_fault(self._at_fault, options)
+        self._at_fault = None
         if not seen or self._bad_in_a_row >= _LOST_AT_END:
             self._check(number, len(sizes) - 1, train, sizes, go_on=False)
         if self.ranks > 1:
@@ -151,6 +158,7 @@ class Loop:
             self.optimizer.set_loss_scale_state(state, self.scope)
             values = self._step(share)
         if np.ravel(values[3])[0]:
+            self._at_fault = self._culprit(share.feed, self.scope)
             self.optimizer.set_loss_scale_state(start, self.scope)
         elif state is not start:
             lower = max(state.scale / _HEADROOM, LOWEST_SCALE)
@@ -166,6 +174,13 @@ class Loop:
                     "begins there)"
                 )
         return values
+
+    def _culprit(self, feed: Feed, scope: Scope) -> Culprit | None:
+        """What makes gradients not finite on a batch; None where its loss is not, and of several ranks."""
+        if self.ranks > 1:
+            return None
+        found = find_culprit(self.programs.program, dict(feed), scope, executor=self.executor, cures=False)
+        return found if found is not None and found.loss_finite else None
 
     def _step(self, share: Share) -> list[Any]:
         """Run a step; its results without the report, which goes to the log, and with the loss of the whole batch."""
@@ -191,9 +206,20 @@ class Loop:
         error = model_fault(self.programs, feeds, self._first_loss)
         if error is None and not go_on:
             where = f"in epoch {number}, step {step + 1}"
-            error = training_fault(self.programs, self.options, feeds, self._first_loss, where)
+            error = self._first_gradients(feeds[0]) or training_fault(
+                self.programs, self.options, feeds, self._first_loss, where
+            )
         if error is not None:
             raise error
+
+    def _first_gradients(self, feed: Feed) -> NonFiniteError | None:
+        """The error for gradients in fp32 that are not finite on a batch with the initial weights; None of others."""
+        if self.options.mode != "fp32":
+            return None
+        scope = Scope()
+        self.executor.run(self.programs.program.startup, scope=scope)
+        culprit = self._culprit(feed, scope)
+        return None if culprit is None else gradient_fault(culprit, self.options)
 
     def _first_loss(self, program: Program, feed: Feed) -> float:
         """The loss of an evaluation program with the initial weights."""

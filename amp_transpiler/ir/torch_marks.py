@@ -9,13 +9,34 @@ from functools import lru_cache
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 
-#: Kinds of tensors; no optimizer of the model's changes a buffer, nor what was computed of none of its tensors.
-PARAMETER, BUFFER, COMPUTED = "PARAMETER", "BUFFER", "COMPUTED"
+#: Kinds of tensors; no optimizer of the model's changes a buffer, nor what was computed of none of its tensors, nor
+#: those that its code made, which the exporter has a word of its own for.
+PARAMETER, BUFFER, COMPUTED, _MADE = "PARAMETER", "BUFFER", "COMPUTED", "CONSTANT_TENSOR"
 #: Metadata entry of a tensor: its kind; of one that was computed when the model was exported: what of.
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 _FOLDED = "pkg.onnxscript.optimizer.folded_from"
 #: Operations that leave an exponential, its sign aside, and what the exporter calls the axes that they take.
 _EXPONENTIAL = frozenset({"exp", "neg", "unsqueeze", "_to_copy", "val"})
+#: Operations that only move numbers, or whose name does not tell what they do.
+_MOVES = frozenset(
+    {
+        "_to_copy",
+        "_unsafe_view",
+        "alias",
+        "cat",
+        "chunk",
+        "clone",
+        "contiguous",
+        "detach",
+        "expand",
+        "flatten",
+        "getitem",
+    }
+    | {"index_select", "narrow", "numpy_T", "permute", "repeat", "reshape", "select", "slice", "split", "unflatten"}
+    | {"split_with_sizes", "squeeze", "stack", "t", "transpose", "unbind", "unsqueeze", "val", "view"}
+)
+#: What the exporter calls the result of an operation.
+_OPERATION = re.compile(r"[a-z_]+(_\d+)?", re.IGNORECASE)
 #: Metadata entry of the graph that has a line for each tensor, with its kind and name.
 _SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
 _LINE = re.compile(r"^(\w+): (\w+) target='([^'\n]*)'", re.MULTILINE)
@@ -30,12 +51,15 @@ _LAYER = re.compile(r"torch\.ops\.aten\.(addmm|linear|conv\w*)\.\w+\]\(args = \(
 
 def exported_kind(variable: Variable) -> str:
     """``PARAMETER``, ``BUFFER``, ``COMPUTED`` or another kind; "" where the file says none, or it was computed of some
-    of several kinds."""
+    of several kinds, and a parameter is among them."""
     if _FOLDED not in variable.metadata:
-        return variable.metadata.get(_KIND, "")
+        kind = variable.metadata.get(_KIND, "")
+        return COMPUTED if kind == _MADE else kind
     kinds = {kind for kind, _ in exported_from(variable)}
-    if not kinds and _signature(variable.program):
+    if kinds <= {_MADE} and _signature(variable.program):
         return COMPUTED
+    if len(kinds) > 1 and PARAMETER not in kinds:
+        return BUFFER
     return kinds.pop() if len(kinds) == 1 else ""
 
 
@@ -46,12 +70,25 @@ def exported_from(variable: Variable) -> list[tuple[str, str]]:
     return [(known[name], name) for name in sources if name in known]
 
 
+def is_computed(variable: Variable) -> bool:
+    """Whether more than moving was done with what a tensor was computed of in the export."""
+    done = {*_NAME.findall(variable.metadata.get(_FOLDED, "")), variable.name} - {
+        name for _, name in exported_from(variable)
+    }
+    return any(_OPERATION.fullmatch(name) and _numbered(name) not in _MOVES for name in done)
+
+
+def _numbered(name: str) -> str:
+    """The operation of which the exporter called a result so."""
+    return re.sub(r"_\d+$", "", name)
+
+
 def logarithm_of(variable: Variable) -> str:
     """The name of the parameter whose exponential a tensor is, perhaps negated and with axes of 1, as the exporter
     computed it; "" where that is not said."""
     done = [*_NAME.findall(variable.metadata.get(_FOLDED, "")), variable.name]
     of = exported_from(variable)
-    kinds = [re.sub(r"_\d+$", "", name) for name in done if name not in {name for _, name in of}]
+    kinds = [_numbered(name) for name in done if name not in {name for _, name in of}]
     one = len(of) == 1 and of[0][0] == PARAMETER and kinds.count("exp") == 1
     return of[0][1] if one and _EXPONENTIAL.issuperset(kinds) else ""
 

@@ -47,6 +47,7 @@ class Traits:
     ``adds``: it adds elements, compares them or takes the larger or smaller ones: beside another, a number that
     vanishes is nothing.
     ``compares``: its output says how elements compare, or of what sort they are.
+    ``ranks``: the output that says which elements come first in their order; None where none does.
     ``periodic``: its input is an angle.
     ``combines``: the attribute that says how elements that come to one place are combined; by "none" they are not.
     ``coarse``: the attribute that lets a processor's kernel round its operands; at 1 it takes them as they are.
@@ -94,6 +95,7 @@ class Traits:
     weight_axes: Callable[[Operator, int], tuple[int, ...]] | None = None
     adds: bool = False
     compares: bool = False
+    ranks: int | None = None
     periodic: bool = False
     combines: str = ""
     coarse: str = ""

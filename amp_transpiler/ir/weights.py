@@ -22,6 +22,7 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import combined, moves, traits_of
 from amp_transpiler.ir.parameter_names import made_up, not_learned
 from amp_transpiler.ir.spectra import spectral
+from amp_transpiler.ir.stencils import is_stencil
 from amp_transpiler.ir.tensors import LOOKED_THROUGH, as_array, tensor_type
 from amp_transpiler.ir.torch_marks import BUFFER, COMPUTED, PARAMETER, exported_kind
 from amp_transpiler.ir.types import FLOATS
@@ -29,7 +30,7 @@ from amp_transpiler.ir.types import FLOATS
 #: What :func:`not_a_weight` says of a running mean or variance: no weight, but it changes in training.
 STATISTICS = "statistics"
 ONE_NUMBER, A_BUFFER = "one number", "a buffer of the exported model"
-PLACES, FREQUENCIES = "places", "the frequencies of an angle"
+PLACES, FREQUENCIES, STENCIL = "places", "the frequencies of an angle", "a stencil"
 #: Where an attention mask meets the scores, perhaps combined with another before.
 _MASKED = frozenset({"Add", "Sub", "Where", "Min", "Max", "Mul", "Attention", "MultiHeadAttention"})
 #: A number that no trained weight has, and every mask has: what a masked score gets is at least this far below 0.
@@ -83,6 +84,8 @@ def not_a_weight(variable: Variable) -> str:
         joins = all(_joins_scores(op) and not _is_bias(op, slot, shape) for op, slot in uses)
         if len(shape) > 2 and joins and _is_all(variable, 0.0):
             return "a mask of nothing"
+    if kind not in (PARAMETER, BUFFER) and uses and all(is_stencil(op, slot, variable) for op, slot in uses):
+        return STENCIL
     return spectral(variable, uses) or (A_BUFFER if kind == BUFFER else "")
 
 

@@ -110,11 +110,32 @@ def test_a_loss_that_is_not_finite_names_what_is_at_fault(tmp_path: Path) -> Non
             "lower the learning rate (lr=1e+30)",
         ),
         (linear(), {"mode": "pure", "data": {**data, "x": far}}, "because of float16"),
+        (at_a_pole(), {"mode": "fp32"}, f"{POLE} 'LogGrad -> p@GRAD'"),
+        (
+            at_a_pole(),
+            {"mode": "mixed"},
+            f"{POLE} 'LogGrad -> p@GRAD'",
+        ),  # every step was skipped, and the model written
+        (at_a_pole(), {"mode": "pure"}, f"{POLE} 'LogGrad -> p@GRAD'"),
     ]
     for model, options, told in cases:
         with pytest.raises(amp.errors.NonFiniteError, match=re.escape(told)):
             amp.fit(model, out, **{"data": data, **options})
         assert not out.exists()
+
+
+POLE = "the gradients are not finite with the weights as they were given, though the loss is: backward operator"
+
+
+def at_a_pole() -> onnx.ModelProto:
+    """A model with logarithms of 0, where their slope is infinite, and the exponentials of those."""
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]>\nnet (float[n, 4] x) => (float[n, 3] y) '
+        "{ h = MatMul (x, w)\n r = Relu (h)\n p = Mul (r, h)\n l = Log (p)\n y = Exp (l) }"
+    )
+    w = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
+    return model
 
 
 def exploding() -> onnx.ModelProto:

@@ -76,3 +76,72 @@ def test_what_the_exporter_calls_a_buffer_is_no_weight_and_what_it_calls_a_param
     assert any(note.startswith("'scale', 'val_0': buffers of the exported model, not trained") for note in report.notes)
     named = amp.prepare_training(amp.Program.from_onnx(model), trainable=["scale", "gain"])
     assert set(named.trainable) == {"scale", "gain"}
+
+
+def exported(text: str, signature: str, folded: dict[str, str], **contents: np.ndarray) -> amp.Program:
+    """A program as PyTorch's exporter writes it: what was folded from what, and the kinds of what there was."""
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 20]> {text}')
+    for name, array in contents.items():
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+        info = onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, array.shape)
+        if name in folded:
+            info.metadata_props.add(key=FOLDED, value=folded[name])
+        model.graph.value_info.append(info)
+    model.graph.metadata_props.add(key="pkg.torch.export.ExportedProgram.graph_signature", value=signature)
+    return amp.Program.from_onnx(model)
+
+
+def test_tensors_that_the_code_makes_are_not_trained_though_they_were_copied() -> None:
+    signature = "c_lifted_tensor_0: CONSTANT_TENSOR target='lifted_tensor_0'\np_w: PARAMETER target='w'\nb_s: BUFFER target='s'\n"
+    made = exported(
+        "net (float[N,2] x) => (float[N,2] y) { a = Div (x, clone_1)  b = Mul (a, mul_1)  y = MatMul (b, w) }",
+        signature,
+        {"clone_1": "['lifted_tensor_0']", "mul_1": "['lifted_tensor_0', 's']"},
+        clone_1=np.array([16, 8], np.float32),
+        mul_1=np.array([0.5, 0.7], np.float32),
+        w=np.array([[0.1, 0.2], [0.3, 0.5]], np.float32),
+    )
+    report = amp.prepare_training(made)
+    assert report.trainable == ("w",)
+    assert any(note.startswith("'mul_1': buffers of the exported model") for note in report.notes)
+
+
+def test_what_was_computed_of_one_parameter_and_is_trained_apart_from_it_is_told() -> None:
+    """A flow's scale and its share of the log-determinant, and the other side of a mixture; pieces alone are fine."""
+    made = exported(
+        """net (float[N,3] x) => (float[N,3] y) { a = Mul (x, exp)  b = Add (a, sum_1)  c = Mul (b, mu)  d = Mul (x, sub_9)
+        e = Add (c, d)  f = Mul (e, getitem_1)  y = Add (f, getitem) }""",
+        "".join(f"p_{name}: PARAMETER target='{name}'\n" for name in ("ls", "mu", "pair")),
+        {"exp": "['ls', 'select', 'val_5']", "sum_1": "['ls', 'select_1']", "sub_9": "['mu']"}
+        | {"getitem": "['pair']", "getitem_1": "['pair', 'val_7']"},
+        **{
+            name: np.array(numbers, np.float32)
+            for name, numbers in {
+                "exp": [0.9, 1.2, 1.4],
+                "sum_1": [0.1, 0.2, 0.7],
+                "mu": [0.1, 0.3, 0.2],
+                "sub_9": [0.9, 0.7, 0.8],
+                "getitem": [0.3, 0.1, 0.7],
+                "getitem_1": [0.2, 0.5, 0.1],
+            }.items()
+        },
+    )
+    notes = [note for note in amp.prepare_training(made).notes if "computed of" in note]
+    end = "in the export, and trained apart from what else is or was that: export with optimize=False to train it alone"
+    assert notes == [f"'sub_9': computed of 'mu' {end}", f"'exp', 'sum_1': computed of 'ls' {end}"]
+
+
+def test_stencils_are_not_trained_and_told() -> None:
+    """TorchScript's exporter does not say that they are buffers: a Laplace filter that was trained broke the field."""
+    made = program(
+        "net (float[N,1,8] x) => (float[N,2,6] y) { d = Conv (x, k)  y = Conv (d, w, b) }",
+        k=np.array([[[1, -2, 1]]], np.float32),
+        w=np.array([[[0.4]], [[-0.3]]], np.float32),
+        b=np.array([0.1, 0.2], np.float32),
+    )
+    report = amp.prepare_training(made)
+    assert set(report.trainable) == {"w", "b"}
+    assert (
+        "'k': rows that add up to nothing, as stencils have, not trained; name in trainable what is learned"
+        in report.notes
+    )

@@ -99,6 +99,17 @@ def test_rounding_is_stated_and_bounded() -> None:
         assert cut.value - cut.bound < 1e-6 * cut.value
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_what_is_small_beside_images_is_the_least_too(seed: int) -> None:
+    costs, tensors = problem(seed, 8)
+    count, sizes = len(costs), [2**40 + 1, 2**41 + 3, 2**42 + 7]
+    large = [(size, 2 * size) for size in sizes]
+    casts = [Tensor(count + i, (), False, True, 2 * size) for i, size in enumerate(sizes)]
+    cut = solve(costs + large, tensors + casts)
+    assert not cut.exact and cut.half[count:] == [False] * len(sizes)
+    assert traffic(costs, tensors, cut.half[:count]) == least(costs, tensors)
+
+
 def test_fifty_thousand_operators_in_a_chain() -> None:
     count = 50_000
     costs = [(400, 800)] * count

@@ -216,3 +216,33 @@ def test_forecasts_are_right_at_any_size(name: str, mode: str, dtype: str, size:
     (got,) = run_faithful(amp.convert(forecast(name), mode=mode, dtype=dtype), {"x": x})
     told = wanted - (0 if "place between" in name else x.mean(1, keepdims=True))
     assert np.linalg.norm(got - wanted) < (2e-3 if dtype == "float16" else 1.5e-2) * np.linalg.norm(told)
+
+
+STENCILS = {
+    "second differences": ("d = Conv(x, laplace)", {"d"}),
+    "of what is padded": ('p = Pad<mode = "edge">(x, sides)  d = Conv(p, laplace)', {"p", "d"}),
+    "a matrix of derivatives": ("d = MatMul(x, right)", {"d"}),
+    "a matrix before the field": ("t = Transpose<perm = [0, 2, 1]>(x)  d = MatMul(left, t)", {"t", "d"}),
+    "a mean": ("d = Conv(x, mean)", set()),
+    "what is learnt": ("d = Conv(x, learnt)", set()),
+    "of what a layer computes": ("l = LpNormalization(x)  d = Conv(l, laplace)", set()),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", STENCILS)
+def test_stencils_take_what_is_fed_in_fp32(name: str, dtype: str) -> None:
+    text, expected = STENCILS[name]
+    numbers = """float[1,1,3] laplace = {1, -2, 1}, float[1,1,3] mean = {0.25, 0.5, 0.25}, int64[6] sides = {0, 0, 1, 0, 0, 1},
+      float[1,1,3] learnt = {0.7, -0.3, -0.35}, float[4,2] right = {1, 0, -1, 1, 0, -1, 0, 0},
+      float[2,4] left = {1, -1, 0, 0, 0, 1, -1, 0}"""
+    model = onnx.parser.parse_model(
+        HEAD + f"m (float[N,1,4] x) => (float[N,A,B] y) <{numbers}> {{ {text}  y = Tanh(d) }}"
+    )
+    program, constraints = amp.Program.from_onnx(model), Constraints()
+    keep_fed_differences(Fed(program, Flow(program)), Ranges(program), "float16", constraints)
+    assert {op.outputs[0].name for op in constraints.operators if op.outputs[0]} == expected
+    x = 1000 + np.random.default_rng(0).random((9, 1, 4), np.float32)
+    (wanted,), (got,) = session(model).run(None, {"x": x}), run_faithful(amp.convert(model, dtype=dtype), {"x": x})
+    if expected:  # float16 was off by 0.3, bfloat16 by 1
+        assert np.linalg.norm(got - wanted) < 8e-3 * np.linalg.norm(wanted)

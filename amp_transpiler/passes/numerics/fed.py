@@ -20,7 +20,7 @@ from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.ops.einsum import labels_of
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.weight_norms import summed_axes
-from amp_transpiler.passes.view.constants import content
+from amp_transpiler.passes.view.constants import content, is_constant
 from amp_transpiler.passes.view.flow import Flow
 
 #: Terms of a sum: the coordinates of a place.
@@ -78,6 +78,21 @@ class Fed:
                 if totals or any(v in found for v in read):
                     found.update(v for v in op.outputs if v is not None)
         return found
+
+    @cached_property
+    def told(self) -> set[Variable]:
+        """The inputs, and what is computed of them before a layer: through what moves numbers, elementwise arithmetic,
+        sums, means and extremes, with what the program holds beside them, and products among them that sum hardly
+        anything. Rows of a table are none: they were learnt.
+        """
+
+        def comes(op: Operator, operands: Sequence[Variable]) -> bool:
+            traits = traits_of(op)
+            computes = moves(op) or traits.elementwise or traits.reduces not in ("", "index")
+            computes = computes or (not any(map(held, operands)) and _sums_few(op, operands))
+            return not operands or (computes and not all(map(held, operands)))
+
+        return {v for v in self._grown(comes) if not is_constant(v)}
 
     def _grown(self, comes: Callable[[Operator, Sequence[Variable]], bool]) -> set[Variable]:
         """The inputs, and what operators of which ``comes`` holds make of such and of what the program holds."""

@@ -19,6 +19,7 @@ import numpy as np
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
+from amp_transpiler.ir.stencils import is_stencil
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import LIMITS
 from amp_transpiler.passes.numerics.constraints import Constraints
@@ -64,7 +65,7 @@ def _keep_sums(fed: Fed, large: set[Variable], constraints: Constraints) -> None
 def keep_fed_differences(fed: Fed, ranges: Ranges, dtype: str, constraints: Constraints) -> None:
     """Add to ``constraints`` the differences between what is computed of inputs alone, their quotients and products
     with such, the returns of prices (quotients less 1, or their logarithms), shares of totals that 16 bit may not hold,
-    norms, what computes the operands of all these, and what brings outputs back to that size.
+    norms, products with stencils, what computes the operands of all these, and what brings outputs back to that size.
 
     A norm of inputs and weights, as of embeddings and positions, is one in the middle.
     """
@@ -93,6 +94,15 @@ def keep_fed_differences(fed: Fed, ranges: Ranges, dtype: str, constraints: Cons
     _keep_forecasts(fed, own, constraints)
     if any(kind.centres for kind in fed.flow.kinds.values()):
         fed.keep(constraints, Kind.FED_DIFFERENCE, fed.measured, is_norm)
+    if any(kind.weight_axes is not None for kind in fed.flow.kinds.values()):
+        fed.keep(constraints, Kind.FED_DIFFERENCE, fed.measured, lambda op, _: _takes_off(op, fed))
+
+
+def _takes_off(op: Operator, fed: Fed) -> bool:
+    """Whether it is a product of inputs alone with a stencil."""
+    read = fed.flow.inputs[op][:2]
+    fields = [v for v in read if v in fed.measured]
+    return len(fields) == 1 and any(v and v not in fields and is_stencil(op, slot, v) for slot, v in enumerate(read))
 
 
 def _is_of_two(op: Operator | None, fed: Fed, kind: str = "") -> bool:

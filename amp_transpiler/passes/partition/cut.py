@@ -20,6 +20,8 @@ HALF, FULL = True, False
 
 #: Largest sum of capacities that goes into the solver: it counts in int32 and wraps silently.
 _LIMIT = 2**30
+#: Of how many units a capacity is decided anew, where it was rounded to a unit.
+_FEW = 2**10
 
 
 @dataclass(slots=True)
@@ -83,7 +85,8 @@ def solve(costs: Sequence[tuple[int, int]], tensors: Sequence[Tensor]) -> Cut:
         tensors: the tensors between them.
 
     Capacities are divided by their greatest common divisor. Where their sum is still beyond the solver's integers
-    they are rounded down, and ``rounding`` gives the largest loss.
+    they are rounded down, and ``rounding`` gives the largest loss. What rounding leaves little or nothing of is decided
+    anew then, the rest given: beside images, scalars would all be ties.
     """
     region, inside = _contested(costs, tensors)
     half = [True] * len(costs)
@@ -93,6 +96,11 @@ def solve(costs: Sequence[tuple[int, int]], tensors: Sequence[Tensor]) -> Cut:
     network = _Network([costs[index] for index in region], inside)
     for index, chosen in zip(region, network.cut(), strict=True):
         half[index] = chosen
+    if network.lost:
+        small = _small(costs, tensors, region, _FEW * network.scale)
+        if 0 < len(small) < len(costs):
+            for index, chosen in zip(small, solve(*_given(costs, tensors, small, half)).half, strict=True):
+                half[index] = chosen
     value = traffic(costs, tensors, half)
     if not network.lost:
         return Cut(half, value, value)
@@ -138,6 +146,34 @@ def _contested(costs: Sequence[tuple[int, int]], tensors: Sequence[Tensor]) -> t
         read_half = tensor.read_half or len(readers) < len(tensor.readers)
         inside.append(Tensor(producer, readers, read_half, tensor.read_full, tensor.cast))
     return region, inside
+
+
+def _small(costs: Sequence[tuple[int, int]], tensors: Sequence[Tensor], region: list[int], below: int) -> list[int]:
+    """Operators of the region that neither cost as much, nor meet a tensor of which a cast does."""
+    large = {index for index in region if abs(costs[index][0] - costs[index][1]) >= below}
+    for tensor in tensors:
+        if tensor.cast >= below:
+            large.update(tensor.readers, _free(tensor))
+    return [index for index in region if index not in large]
+
+
+def _given(
+    costs: Sequence[tuple[int, int]], tensors: Sequence[Tensor], some: list[int], half: Sequence[bool]
+) -> tuple[list[tuple[int, int]], list[Tensor]]:
+    """The problem of some operators, where the others are as ``half`` says."""
+    place = {index: i for i, index in enumerate(some)}
+    inside = []
+    for tensor in tensors:
+        met = {*tensor.readers, *_free(tensor)}
+        if place.keys().isdisjoint(met):
+            continue
+        fixed = isinstance(tensor.producer, bool)
+        producer = tensor.producer if fixed else place.get(tensor.producer, half[tensor.producer])
+        others = {half[reader] for reader in tensor.readers if reader not in place}
+        readers = [place[reader] for reader in tensor.readers if reader in place]
+        read_half, read_full = tensor.read_half or HALF in others, tensor.read_full or FULL in others
+        inside.append(Tensor(producer, readers, read_half, read_full, tensor.cast))
+    return [costs[index] for index in some], inside
 
 
 def _free(tensor: Tensor) -> tuple[int, ...]:
