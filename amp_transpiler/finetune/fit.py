@@ -12,12 +12,12 @@ from typing import Unpack
 import onnx
 
 from amp_transpiler.distributed import rank
-from amp_transpiler.errors import PlaceError
+from amp_transpiler.errors import ArgumentError, PlaceError
 from amp_transpiler.finetune import resume
 from amp_transpiler.finetune.checks import check_files, check_folder, chosen_place, remarks
 from amp_transpiler.finetune.data import Source
 from amp_transpiler.finetune.log import Log
-from amp_transpiler.finetune.options import FitKeywords, options_of
+from amp_transpiler.finetune.options import FitKeywords, FitOptions, options_of
 from amp_transpiler.finetune.training_record import FitResult
 from amp_transpiler.finetune.training_run import Run, Told
 from amp_transpiler.passes.lowering.place import Place
@@ -86,20 +86,25 @@ def fit(
         written. KeyboardInterrupt: with a text that says what stands. ``output`` is as it was in all these cases.
     """
     first = rank() == 0
+    named = FitOptions(flags=options.get("flags", False))  # for messages: the others may go with a checkpoint's alone
     tell = Told((say or _log.info) if first else lambda line: None)
 
     def checked() -> Run:
-        chosen = options_of(options)
         found = None
         if checkpoint is not None:
-            check_folder(checkpoint, output, chosen.called("checkpoint"))
+            check_folder(checkpoint, output, named.called("checkpoint"))
             found = resume.find(checkpoint)
-        if found is not None:
+        if found is None:
+            chosen = options_of(options)
+        else:
             chosen, overridden = resume.merged(found, options)
             tell(f"{found.path}: going on after epoch {found.epochs}")
             for line in overridden:
                 tell(line)
+            found = resume.with_best(found, chosen)
         check_files(model, output, data, test, log, chosen)
+        if chosen.monitors and test is None:
+            raise ArgumentError(f"{chosen.monitors} goes by {chosen.monitor}: give {chosen.called('test')} data")
         if cache_dir is not None:
             check_folder(cache_dir, output, chosen.called("cache_dir"))
         program = Program.from_onnx(model)
@@ -122,7 +127,8 @@ def fit(
     except PlaceError as error:
         if not error.way:
             raise
-        said = options_of(options)
-        way = f"keep the operator in fp32 ({said.called('black_list')}), or all of them ({said.said('mode', 'fp32')}); "
-        way += f"else train with {said.said('place', 'cpu')}"
+        way = (
+            f"keep the operator in fp32 ({named.called('black_list')}), or all of them ({named.said('mode', 'fp32')}); "
+        )
+        way += f"else train with {named.said('place', 'cpu')}"
         raise PlaceError(error.found, f"Where only 16 bit is missing, {way}") from None

@@ -99,7 +99,8 @@ class Programs:
             if options.loss == "cross_entropy":
                 prediction = _classes_last(prediction, labels, say)
             label = _label(prediction, options)
-            loss = _CALLS[options.loss][0](prediction, label)
+            more = {"label_smoothing": options.label_smoothing} if options.label_smoothing else {}
+            loss = _CALLS[options.loss][0](prediction, label, **more)
         evaluation, reference = program.clone(for_test=True), program.clone(for_test=True)
         return cls(program, report, model, evaluation, reference, loss, prediction, label)
 
