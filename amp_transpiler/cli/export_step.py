@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
         **given,
     )
     if not options.quiet:
-        files = sorted(folder.iterdir())
+        files = sorted(path for path in folder.iterdir() if path.is_file())
         print(f"{folder}: {', '.join(f'{path.name} ({path.stat().st_size:,} bytes)' for path in files)}")
     return 0
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Unpack
 
 import onnx
 
 from amp_transpiler.distributed import rank
-from amp_transpiler.errors import ArgumentError, PlaceError
+from amp_transpiler.errors import ArgumentError, CheckpointWriteError, ModelFileWriteError, PlaceError
 from amp_transpiler.finetune import resume
 from amp_transpiler.finetune.checks import check_files, check_folder, chosen_place, remarks
+from amp_transpiler.finetune.claims import Claims
 from amp_transpiler.finetune.data import Source
 from amp_transpiler.finetune.log import Log
 from amp_transpiler.finetune.options import FitKeywords, FitOptions, options_of
@@ -67,7 +68,8 @@ def fit(
         test: the same for what is evaluated before the training and after each epoch.
         checkpoint: a folder: all state is saved there after each epoch, and a training that lies there is gone on with,
             to end bit for bit where one in a single run ends. Options given here win over those of the checkpoint, as
-            far as it stays the same training; the others are the checkpoint's.
+            far as it stays the same training; the others are the checkpoint's. One training at a time writes there, and
+            into ``log``.
         log: a folder for ``steps.csv``, ``epochs.csv`` and TensorBoard.
         place: "cpu", "cuda", "webgpu" or a place.
         cache_dir: a folder in which optimised models are kept, so that a training of the same model starts sooner; see
@@ -83,16 +85,30 @@ def fit(
         ArgumentError, ArgumentTypeError: an option out of range, or that contradicts another or the checkpoint.
         FeedError: data that does not fit, is not finite, or has labels that the output has no class for.
         NonFiniteError: the loss is not finite, with what is at fault. ModelFileWriteError: ``output`` cannot be
-        written. KeyboardInterrupt: with a text that says what stands. ``output`` is as it was in all these cases.
+        written. CheckpointWriteError, ModelFileWriteError: another training that has not ended writes to ``checkpoint``
+        or ``log``. KeyboardInterrupt: with a text that says what stands. ``output`` is as it was in all these cases.
     """
     first = rank() == 0
     named = FitOptions(flags=options.get("flags", False))  # for messages: the others may go with a checkpoint's alone
     tell = Told((say or _log.info) if first else lambda line: None)
 
+    claims = Claims() if first else None
+
+    def claim(name: str, folder: str | os.PathLike[str] | None, *, make: bool = False) -> None:
+        """Keep other trainings out of a folder of this one, where it is there or is to be made."""
+        if claims is not None and folder is not None:
+            if make:
+                with suppress(OSError):  # whoever writes there says what is wrong
+                    os.mkdir(folder)
+            claims.take(
+                folder, named.called(name), CheckpointWriteError if name == "checkpoint" else ModelFileWriteError
+            )
+
     def checked() -> Run:
         found = None
         if checkpoint is not None:
             check_folder(checkpoint, output, named.called("checkpoint"))
+            claim("checkpoint", checkpoint)
             found = resume.find(checkpoint)
         if found is None:
             chosen = options_of(options)
@@ -103,6 +119,7 @@ def fit(
                 tell(line)
             found = resume.with_best(found, chosen)
         check_files(model, output, data, test, log, chosen)
+        claim("log", log)
         if chosen.monitors and test is None:
             raise ArgumentError(f"{chosen.monitors} goes by {chosen.monitor}: give {chosen.called('test')} data")
         if cache_dir is not None:
@@ -115,15 +132,22 @@ def fit(
         run.identify(checkpoint, found)
         return run
 
+    def begun() -> None:
+        """Nothing is refused any more: make the folders that are written into."""
+        claim("checkpoint", checkpoint, make=True)
+        claim("log", log, make=True)
+
     try:
-        run = by_all(checked)
-        run.agree()
-        run.prepare()  # where the ranks talk to one another
-        epochs, steps = (run.found.epochs, run.found.steps) if run.found is not None else (0, 0)
-        with (
-            Log(log, run.options.measured, epochs, steps, tell) if log is not None and first else nullcontext()
-        ) as book:
-            return run.train(Path(output), checkpoint, book, progress if first else None, log is not None)
+        with claims or nullcontext():
+            run = by_all(checked)
+            run.agree()
+            run.prepare()  # where the ranks talk to one another
+            by_all(begun)
+            epochs, steps = (run.found.epochs, run.found.steps) if run.found is not None else (0, 0)
+            with (
+                Log(log, run.options.measured, epochs, steps, tell) if log is not None and first else nullcontext()
+            ) as book:
+                return run.train(Path(output), checkpoint, book, progress if first else None, log is not None)
     except PlaceError as error:
         if not error.way:
             raise
