@@ -27,7 +27,10 @@ class Claims(ExitStack):
         """Claim a folder, where it is there; ``kind``, naming ``what``, where another training has it."""
         if fcntl is None or not os.path.isdir(folder):
             return
-        handle = os.open(folder, os.O_RDONLY)
+        try:
+            handle = os.open(folder, os.O_RDONLY)
+        except OSError:  # it may not be listed
+            return
         found = os.fstat(handle)
         if (found.st_dev, found.st_ino) in self._held:
             os.close(handle)

@@ -37,7 +37,8 @@ def save_inference_model(
 ) -> None:
     """Write what computes ``fetch_vars`` from ``feed_vars`` as an ONNX model: whole, or not at all.
 
-    The model has real 16-bit operators, parameters from ``scope`` (default: the global one), and no training forms.
+    The model has real 16-bit operators, parameters from ``scope`` (default: the global one), and no training forms. An
+    output is of the type that it is computed in, float16 too, where ``Executor.run`` gives it as it was declared.
     Batch normalisations read their fp32 parameters through casts, for kernels want one type.
     onnxruntime alone loads it; a bfloat16 model on CUDA only, for it has no bfloat16 arithmetic on CPU, and one that
     scatters sums in float16 (``scatter_nd_add``): ``decorate(numeric_guards=True)`` keeps these fp32. ``feed_vars`` are
