@@ -22,7 +22,7 @@ def update_fault(state: Variable, new: Variable) -> str | None:
     if not state.persistable:
         return f"variable '{state.name}' is not persistable and cannot be updated"
     said = f"the update of '{state.name}'"
-    if state.dtype != new.dtype:
+    if new.dtype not in (None, state.dtype):  # of a model that is being read types come later
         return f"{said} ({state.dtype}) is '{new.name}' ({new.dtype}); an update keeps the type, and a cast gives it"
     if not same_shape(state.shape, new.shape):
         return f"{said} {_listed(state)} is '{new.name}' {_listed(new)}; an update keeps the shape"
