@@ -125,7 +125,13 @@ def check_identity(found: Resumed, now: Mapping[str, Any], data: str) -> None:
 
 
 def check_tested(found: Resumed, now: Mapping[str, Any], options: FitOptions) -> None:
-    """ArgumentError where the checkpoint's epochs were tested on other data: no best one can be told then."""
+    """ArgumentError where the checkpoint's epochs were tested by other data or metrics: no best one is told then."""
+    was = options_of(found.options).measured
+    if options.monitor != "test_loss" and was != options.measured:
+        raise ArgumentError(
+            f"{options.said('monitor')}: the epochs of '{found.path}' were measured by {was}; choose "
+            f"{options.said('monitor', 'test_loss')} or {options.said('metric', was)}, or give another folder to begin anew"
+        )
     if found.identity.get("test") not in (None, now["test"]):
         raise ArgumentError(
             f"'{found.path}' is a checkpoint of a training with other test data, whose {options.monitor} is not to be "

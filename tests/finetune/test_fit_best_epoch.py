@@ -152,6 +152,8 @@ def test_a_checkpoint_whose_best_epoch_is_gone_or_was_tested_on_other_data_is_na
         fitted(tmp_path, "b.onnx", epochs=10, checkpoint=state, restore_best_weights=True)
     with pytest.raises(amp.errors.ArgumentError, match="with other test data, whose test_loss is not to be compared"):
         fitted(tmp_path, "b.onnx", epochs=10, checkpoint=other, patience=3, test=noisy(50, 3))
+    with pytest.raises(amp.errors.ArgumentError, match="monitor=test_f1: the epochs of .* were measured by accuracy"):
+        fitted(tmp_path, "b.onnx", epochs=10, checkpoint=other, patience=3, metric="f1", monitor="test_f1")
     assert not (tmp_path / "b.onnx").exists()
     assert fitted(tmp_path, "b.onnx", epochs=10, checkpoint=other, test=noisy(50, 3))[1].history[-1].epoch == 10
 
