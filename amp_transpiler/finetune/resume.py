@@ -130,7 +130,7 @@ def check_tested(found: Resumed, now: Mapping[str, Any], options: FitOptions) ->
     if options.monitor != "test_loss" and was != options.measured:
         raise ArgumentError(
             f"{options.said('monitor')}: the epochs of '{found.path}' were measured by {was}; choose "
-            f"{options.said('monitor', 'test_loss')} or {options.said('metric', was)}, or give another folder to begin anew"
+            f"{options.said('monitor', 'test_loss')} or {options.said('metric', was)}, or another folder to begin anew"
         )
     if found.identity.get("test") not in (None, now["test"]):
         raise ArgumentError(
