@@ -31,6 +31,15 @@ OPTIONS = {
     "device": "place",
     "provider": "place",
     "precision": "mode",
+    "early_stopping_patience": "patience",
+    "early_stopping": "patience",
+    "early_stopping_threshold": "min_delta",
+    "metric_for_best_model": "monitor",
+    "load_best_model_at_end": "restore_best_weights",
+    "save_best_only": "restore_best_weights",
+    "keep_best": "restore_best_weights",
+    "label_smoothing_factor": "label_smoothing",
+    "smoothing": "label_smoothing",
 }
 
 

@@ -48,10 +48,16 @@ def reduce_mean(e: Emitter, op: Operator, axes: Value | None, dy: Value) -> Grad
     count = max(math.prod(shape_of(e, 0)[i] for i in _axes(e, op, 0)), 1)
     kept = _kept(e, op, 0, dy)
     # Rounded before it is expanded: the large tensor is written once, in its own type.
-    if dy.dtype in HALF and not e.hangs(count) and float(np.array(count, numpy_dtype(dy.dtype))) == count:
+    if dy.dtype in HALF and not e.hangs(count) and _holds(dy.dtype, count):
         return [_expanded(e, e.Div(kept, e.like(count, kept), shape=kept.shape))]
     wide = e.f32(kept)
     return [_expanded(e, e.cast(e.Mul(wide, e.like(1 / count, wide), shape=wide.shape), dy.dtype))]
+
+
+def _holds(dtype: str, count: int) -> bool:
+    """Whether a type has this number."""
+    with np.errstate(over="ignore"):
+        return float(np.array(count, numpy_dtype(dtype))) == count
 
 
 def _extreme(e: Emitter, op: Operator, x: Value, axes: Value | None, y: Value, dy: Value) -> Grads:

@@ -15,7 +15,10 @@ from amp_transpiler.program import Program
 #: Arguments that are none of the fields of FitOptions.
 _OTHERS = ("command", "input", "folder", "place", "shape", "steps", "calibration", "portable", "overwrite", "quiet")
 #: Fields of FitOptions that say how often something is run, and what becomes of it; and what several ranks do.
-_OF_TRAINING = ("metric", "save", "epochs", "batch_size", "shard_optimizer", "allreduce_precision", "check_every")
+_OF_TRAINING = (
+    *("metric", "patience", "monitor", "min_delta", "restore_best_weights"),
+    *("save", "epochs", "batch_size", "shard_optimizer", "allreduce_precision", "check_every"),
+)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -36,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
         **given,
     )
     if not options.quiet:
-        files = sorted(folder.iterdir())
+        files = sorted(path for path in folder.iterdir() if path.is_file())
         print(f"{folder}: {', '.join(f'{path.name} ({path.stat().st_size:,} bytes)' for path in files)}")
     return 0
 

@@ -57,8 +57,25 @@ def add_training_options(parser: argparse.ArgumentParser, without: Collection[st
 
     option("--label", "the label's array", metavar="NAME")
     one_of("--loss", "what is minimised", LOSSES)
+    option(
+        "--label-smoothing",
+        "share of a label's probability that is spread over all classes",
+        type=number,
+        metavar="SHARE",
+    )
     option("--output", "what the loss reads (default: the first float output)", dest="target", metavar="NAME")
     one_of("--metric", "what is reported beside the loss (default: what suits the loss)", METRICS)
+    option(
+        "--patience",
+        "end after so many epochs in a row without a better one by --monitor (default: never)",
+        type=number,
+        metavar="N",
+    )
+    option(
+        "--monitor", "by what of the test data an epoch is the best: test_loss, or test_ and the metric", metavar="NAME"
+    )
+    option("--min-delta", "by how much an epoch has to be better", type=number, metavar="NUMBER")
+    option("--restore-best-weights", "write the weights of the best epoch, not of the last", action="store_true")
     one_of("--mode", "precision to train in; pure stores parameters in 16 bit too", MODES)
     one_of("--dtype", "the 16-bit type", ["float16", "bfloat16"])
     one_of("--save", "precision of OUT.onnx (default: as trained)", MODES)

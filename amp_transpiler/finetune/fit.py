@@ -5,19 +5,20 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Unpack
 
 import onnx
 
 from amp_transpiler.distributed import rank
-from amp_transpiler.errors import PlaceError
+from amp_transpiler.errors import ArgumentError, CheckpointWriteError, ModelFileWriteError, PlaceError
 from amp_transpiler.finetune import resume
 from amp_transpiler.finetune.checks import check_files, check_folder, chosen_place, remarks
+from amp_transpiler.finetune.claims import Claims
 from amp_transpiler.finetune.data import Source
 from amp_transpiler.finetune.log import Log
-from amp_transpiler.finetune.options import FitKeywords, options_of
+from amp_transpiler.finetune.options import FitKeywords, FitOptions, options_of
 from amp_transpiler.finetune.training_record import FitResult
 from amp_transpiler.finetune.training_run import Run, Told
 from amp_transpiler.passes.lowering.place import Place
@@ -67,7 +68,8 @@ def fit(
         test: the same for what is evaluated before the training and after each epoch.
         checkpoint: a folder: all state is saved there after each epoch, and a training that lies there is gone on with,
             to end bit for bit where one in a single run ends. Options given here win over those of the checkpoint, as
-            far as it stays the same training; the others are the checkpoint's.
+            far as it stays the same training; the others are the checkpoint's. One training at a time writes there, and
+            into ``log``.
         log: a folder for ``steps.csv``, ``epochs.csv`` and TensorBoard.
         place: "cpu", "cuda", "webgpu" or a place.
         cache_dir: a folder in which optimised models are kept, so that a training of the same model starts sooner; see
@@ -83,23 +85,43 @@ def fit(
         ArgumentError, ArgumentTypeError: an option out of range, or that contradicts another or the checkpoint.
         FeedError: data that does not fit, is not finite, or has labels that the output has no class for.
         NonFiniteError: the loss is not finite, with what is at fault. ModelFileWriteError: ``output`` cannot be
-        written. KeyboardInterrupt: with a text that says what stands. ``output`` is as it was in all these cases.
+        written. CheckpointWriteError, ModelFileWriteError: another training that has not ended writes to ``checkpoint``
+        or ``log``. KeyboardInterrupt: with a text that says what stands. ``output`` is as it was in all these cases.
     """
     first = rank() == 0
+    named = FitOptions(flags=options.get("flags", False))  # for messages: the others may go with a checkpoint's alone
     tell = Told((say or _log.info) if first else lambda line: None)
 
+    claims = Claims() if first else None
+
+    def claim(name: str, folder: str | os.PathLike[str] | None, *, make: bool = False) -> None:
+        """Keep other trainings out of a folder of this one, where it is there or is to be made."""
+        if claims is not None and folder is not None:
+            if make:
+                with suppress(OSError):  # whoever writes there says what is wrong
+                    os.mkdir(folder)
+            claims.take(
+                folder, named.called(name), CheckpointWriteError if name == "checkpoint" else ModelFileWriteError
+            )
+
     def checked() -> Run:
-        chosen = options_of(options)
         found = None
         if checkpoint is not None:
-            check_folder(checkpoint, output, chosen.called("checkpoint"))
+            check_folder(checkpoint, output, named.called("checkpoint"))
+            claim("checkpoint", checkpoint)
             found = resume.find(checkpoint)
-        if found is not None:
+        if found is None:
+            chosen = options_of(options)
+        else:
             chosen, overridden = resume.merged(found, options)
             tell(f"{found.path}: going on after epoch {found.epochs}")
             for line in overridden:
                 tell(line)
+            found = resume.with_best(found, chosen)
         check_files(model, output, data, test, log, chosen)
+        claim("log", log)
+        if chosen.monitors and test is None:
+            raise ArgumentError(f"{chosen.monitors} goes by {chosen.monitor}: give {chosen.called('test')} data")
         if cache_dir is not None:
             check_folder(cache_dir, output, chosen.called("cache_dir"))
         program = Program.from_onnx(model)
@@ -110,19 +132,27 @@ def fit(
         run.identify(checkpoint, found)
         return run
 
+    def begun() -> None:
+        """Nothing is refused any more: make the folders that are written into."""
+        claim("checkpoint", checkpoint, make=True)
+        claim("log", log, make=True)
+
     try:
-        run = by_all(checked)
-        run.agree()
-        run.prepare()  # where the ranks talk to one another
-        epochs, steps = (run.found.epochs, run.found.steps) if run.found is not None else (0, 0)
-        with (
-            Log(log, run.options.measured, epochs, steps, tell) if log is not None and first else nullcontext()
-        ) as book:
-            return run.train(Path(output), checkpoint, book, progress if first else None, log is not None)
+        with claims or nullcontext():
+            run = by_all(checked)
+            run.agree()
+            run.prepare()  # where the ranks talk to one another
+            by_all(begun)
+            epochs, steps = (run.found.epochs, run.found.steps) if run.found is not None else (0, 0)
+            with (
+                Log(log, run.options.measured, epochs, steps, tell) if log is not None and first else nullcontext()
+            ) as book:
+                return run.train(Path(output), checkpoint, book, progress if first else None, log is not None)
     except PlaceError as error:
         if not error.way:
             raise
-        said = options_of(options)
-        way = f"keep the operator in fp32 ({said.called('black_list')}), or all of them ({said.said('mode', 'fp32')}); "
-        way += f"else train with {said.said('place', 'cpu')}"
+        way = (
+            f"keep the operator in fp32 ({named.called('black_list')}), or all of them ({named.said('mode', 'fp32')}); "
+        )
+        way += f"else train with {named.said('place', 'cpu')}"
         raise PlaceError(error.found, f"Where only 16 bit is missing, {way}") from None

@@ -100,8 +100,13 @@ class Metric:
             self._classes[int(one)] = self._classes.get(int(one), np.zeros(3)) + counts
 
 
+def is_share(metric: str) -> bool:
+    """Whether it is a share of what is right, the better the larger, and not an error."""
+    return metric not in ("loss", "mae", "mse")
+
+
 def shown(metric: str, value: float) -> str:
     """A loss or a metric for people: shares in percent."""
-    if metric in ("loss", "mae", "mse"):
-        return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.4g}"
-    return f"{value:.2%}"
+    if is_share(metric):
+        return f"{value:.2%}"
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.4g}"

@@ -38,17 +38,26 @@ SPELLINGS: dict[str, Mapping[str, str]] = {
     "optimizer": {},
 }
 #: Whole numbers, with the least that each may be.
-_COUNTS = {"epochs": 1, "batch_size": 1, "accumulate": 1, "warmup_steps": 0, "seed": 0, "check_every": 0}
+_COUNTS = {
+    "epochs": 1,
+    "batch_size": 1,
+    "accumulate": 1,
+    "warmup_steps": 0,
+    "seed": 0,
+    "check_every": 0,
+    "patience": 1,
+}
 #: Other numbers, above 0, and whether 0 itself is taken.
-_NUMBERS = {"lr": False, "weight_decay": True, "clip_norm": False, "loss_scale": False}
+_NUMBERS = {"lr": False, "weight_decay": True, "clip_norm": False, "loss_scale": False, "min_delta": True}
 _LISTS = ("black_list", "trainable", "freeze", "keep_tied")
-_NAMES = ("label", "target")
+_NAMES = ("label", "target", "monitor")
 #: The command line's spelling, where it is not the field's.
 _FLAGS = {"target": "--output", "values": "--value"}
 #: What another value of which would make a checkpoint one of another training.
 FIXED = (
     "label",
     "loss",
+    "label_smoothing",
     "target",
     "mode",
     "dtype",
@@ -73,6 +82,8 @@ class FitOptions:
         loss: "cross_entropy" (labels are classes), "mse", "bce_with_logits" or "kl_div" (labels are floats of the
             output's shape). One that applies the model's last activation itself reads what that reads, moved as the
             output is; kl_div reads the logarithms of what a Softmax gives.
+        label_smoothing: e from 0 to below 1, with cross_entropy: a label's probability is 1 - e, and e is spread over
+            all classes, in the test loss too.
         target: the output that the loss reads; the first float one where None.
         mode: the precision to train in: "fp32"; "mixed": the white list in 16 bit, the black list in fp32, what lies
             between follows; or "pure": whatever can run in 16 bit does, with 16-bit weights and fp32 masters.
@@ -101,6 +112,11 @@ class FitOptions:
         shard_optimizer: of several ranks each holds and updates its part of masters and moments;
             ``amp.distributed.shard_optimizer``.
         metric: what is reported beside the loss: "accuracy", "top5", "f1", "mae", "mse" or "none"; None: by the loss.
+        patience: epochs in a row without a better ``monitor`` after which the training ends; None: all ``epochs`` are
+            trained. It needs test data, as ``restore_best_weights`` does.
+        monitor: by what an epoch is the best one: "test_loss", or "test_" and the metric, such as "test_accuracy".
+        min_delta: by how much an epoch has to be better than the best one to take its place.
+        restore_best_weights: write the weights of the best epoch, and keep its checkpoint; else the last epoch's.
         flags: name options in messages as the command line spells them.
 
     Raises:
@@ -109,6 +125,7 @@ class FitOptions:
 
     label: str = "label"
     loss: str = "cross_entropy"
+    label_smoothing: float = 0.0
     target: str | None = None
     mode: str = "mixed"
     dtype: str = "float16"
@@ -135,6 +152,10 @@ class FitOptions:
     check_every: int = 1000
     shard_optimizer: bool = False
     metric: str | None = None
+    patience: int | None = None
+    monitor: str = "test_loss"
+    min_delta: float = 0.0
+    restore_best_weights: bool = False
     flags: bool = False
 
     def __post_init__(self) -> None:
@@ -162,6 +183,12 @@ class FitOptions:
         """The metric, by the loss where none was asked for."""
         return self.metric or default_metric(self.loss)
 
+    @property
+    def monitors(self) -> str:
+        """The option, as the caller spells it, that asks for the best epoch; none where none does."""
+        asking = [name for name in ("patience", "restore_best_weights") if getattr(self, name)]
+        return self.called(asking[0]) if asking else ""
+
     def plain(self) -> dict[str, Any]:
         """The options as a checkpoint holds them."""
         plain = {name: value for name, value in asdict(self).items() if name != "flags"}
@@ -175,7 +202,10 @@ class FitOptions:
             whole(called, value, _COUNTS[name], LARGEST_SEED if name == "seed" else None)
         elif name in _NUMBERS:
             number(called, value, taken=_NUMBERS[name])
-        elif name == "shard_optimizer":
+        elif name == "label_smoothing":
+            if not is_real(value) or not 0 <= value < 1:
+                raise ArgumentError(f"{called} is {value!r}; expected a number from 0 to below 1")
+        elif name in ("shard_optimizer", "restore_best_weights"):
             switch(called, value)
         elif name == "batch_norm":
             check_batch_norm(called, value)
@@ -214,6 +244,14 @@ class FitOptions:
                 f"{self.said('metric')} does not go with {self.said('loss')}; "
                 f"{', '.join(m for m in METRICS if fits_loss(m, self.loss))} do"
             )
+        if self.label_smoothing and self.loss != "cross_entropy":
+            raise ArgumentError(f"{self.called('label_smoothing')} goes with {self.said('loss', 'cross_entropy')}")
+        known = ["test_loss", *([f"test_{self.measured}"] if self.measured != "none" else [])]
+        choice(self.called("monitor"), self.monitor, known)
+        for name, value in {"monitor": self.monitor != "test_loss", "min_delta": self.min_delta}.items():
+            if value and not self.monitors:
+                others = f"{self.called('patience')} or {self.called('restore_best_weights')}"
+                raise ArgumentError(f"{self.said(name)} says which epoch is the best: give {others} with it")
 
 
 class FitKeywords(TypedDict, total=False):
@@ -221,6 +259,7 @@ class FitKeywords(TypedDict, total=False):
 
     label: str
     loss: str
+    label_smoothing: float
     target: str | None
     mode: str
     dtype: str
@@ -247,6 +286,10 @@ class FitKeywords(TypedDict, total=False):
     check_every: int
     shard_optimizer: bool
     metric: str | None
+    patience: int | None
+    monitor: str
+    min_delta: float
+    restore_best_weights: bool
     flags: bool
 
 

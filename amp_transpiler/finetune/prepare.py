@@ -31,6 +31,7 @@ from amp_transpiler.finetune.left_out import (
     named_numbers,
     numbers_left,
 )
+from amp_transpiler.finetune.nothing_left import check_trained
 from amp_transpiler.finetune.recurrent_bias import one_bias
 from amp_transpiler.finetune.repeated import once_for_all
 from amp_transpiler.finetune.tied_weights import retie, shared_by_layers, untie
@@ -77,9 +78,6 @@ from amp_transpiler.passes.precision.widen import widen
 from amp_transpiler.program import Program
 
 _log = logging.getLogger(__name__)
-
-#: Trees, linear models and support vector machines, as converters of scikit-learn and others write them.
-_ML, _LEARNED = "ai.onnx.ml", ("Linear", "SVM", "TreeEnsemble")
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,8 @@ def prepare_training(
         trainable: patterns (globs, or ``re:`` and a regular expression) of the parameters to train, by their own name
             or by the name or scope of an operator that reads them; all where None. A float constant that looks like
             no weight is trained where it stands here by its very name, no pattern: ``["*", "logit_scale"]``.
-        freeze: patterns of parameters that are not trained; wins over ``trainable``.
+        freeze: patterns of parameters that are not trained; wins over ``trainable``. ``["*"]`` freezes a teacher, or
+            what a head of your own stands on.
         batch_norm: "train" (batch statistics; running ones are updated), "synchronized" (likewise, over the batches of
             all ranks, where there are several), or "frozen" (running ones are used); or {pattern: one of these}, the
             last that fits: ``{"body.*": "frozen"}``. The others train.
@@ -342,20 +341,8 @@ def _select(
         if (chosen is not None and variable not in chosen) or variable in frozen:
             variable.trainable = False
     program.touch()
-    if not program.parameters:
-        raise ArgumentError(
-            f"prepare_training: no parameter of program '{program.name}' is left to train (trainable="
-            f"{trainable!r}, freeze={freeze!r})"
-            f"{''.join('. ' + said for said in (*integers_left(program), *_learned_in_attributes(program)))}"
-        )
-
-
-def _learned_in_attributes(program: Program) -> list[str]:
-    """Say which operators hold what they learned in attributes."""
-    learned = [op for op in program.walk() if op.domain == _ML and op.type.startswith(_LEARNED)]
-    types = ", ".join(dict.fromkeys(op.type for op in learned))
-    told = f"The weights of {types} are attributes, which are not trained: fit the model anew where it comes from"
-    return [told] * bool(types)
+    if trainable is not None or not frozen:  # a teacher, or a body below a new head, is frozen altogether
+        check_trained("prepare_training", program, trainable, freeze)
 
 
 def _keep_measured(program: Program, calibration: Any) -> list[str]:

@@ -11,6 +11,7 @@ from amp_transpiler.distributed import shard_optimizer, world_size
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.finetune.label_reach import keep_reach, reaches_beyond
 from amp_transpiler.finetune.last_activation import Applied, probabilities
+from amp_transpiler.finetune.nothing_left import check_trained
 from amp_transpiler.finetune.options import OPTIMIZERS, FitOptions
 from amp_transpiler.finetune.prepare import Preparation, control_flow_left, prepare_training
 from amp_transpiler.ir import unique_name
@@ -89,6 +90,7 @@ class Programs:
             dropout=options.dropout,
             calibration=rows if measured and rows else None,
         )
+        check_trained("fit", program, options.trainable, options.freeze)
         say(str(report))
         model = program.clone(for_test=True)
         with program_guard(program, program.startup), unique_name.guard():
@@ -99,7 +101,8 @@ class Programs:
             if options.loss == "cross_entropy":
                 prediction = _classes_last(prediction, labels, say)
             label = _label(prediction, options)
-            loss = _CALLS[options.loss][0](prediction, label)
+            more = {"label_smoothing": options.label_smoothing} if options.label_smoothing else {}
+            loss = _CALLS[options.loss][0](prediction, label, **more)
         evaluation, reference = program.clone(for_test=True), program.clone(for_test=True)
         return cls(program, report, model, evaluation, reference, loss, prediction, label)
 

@@ -6,13 +6,14 @@ import os
 import warnings
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, CheckpointError
+from amp_transpiler.finetune.best_epoch import best_epoch
 from amp_transpiler.finetune.options import FIXED, FitOptions, in_one_spelling, options_of
 from amp_transpiler.finetune.training_record import EpochRecord
 from amp_transpiler.ir.tensors import as_array
@@ -21,6 +22,7 @@ from amp_transpiler.runtime import Scope
 from amp_transpiler.runtime.checkpoint.checkpoints import latest_checkpoint, load_checkpoint, save_checkpoint
 from amp_transpiler.runtime.checkpoint.reading import read_meta
 from amp_transpiler.runtime.checkpoint.state_slots import fingerprint
+from amp_transpiler.runtime.checkpoint.writing import step_folder
 
 #: The entry of a checkpoint that says how the training was asked for.
 _KEY = "fit"
@@ -28,7 +30,10 @@ _KEY = "fit"
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint to go on from: its folder, the epochs behind it, and what it says of its training."""
+    """A checkpoint to go on from: its folder, the epochs behind it, and what it says of its training.
+
+    ``best`` is that of the best epoch, where its weights are the ones to be written.
+    """
 
     path: Path
     epochs: int
@@ -36,6 +41,7 @@ class Resumed:
     options: Mapping[str, Any]
     identity: Mapping[str, Any]
     history: tuple[EpochRecord, ...]
+    best: Path | None = None
 
 
 def find(folder: str | os.PathLike[str]) -> Resumed | None:
@@ -73,17 +79,16 @@ def merged(found: Resumed, given: Mapping[str, Any]) -> tuple[FitOptions, list[s
 
     ArgumentError names every given option that would make it another training.
     """
-    asked = options_of(given)
-    kept = {name: value for name, value in found.options.items() if name not in given}
     try:
-        options = options_of({**kept, **given})
+        options_of(found.options)
     except TypeError as error:
         raise CheckpointError(f"'{found.path}': {error}") from None
+    options = options_of({**found.options, **given})
     now, before = options.plain(), FitOptions().plain() | dict(found.options)  # an older one has fewer options
     changed = [name for name in now if name in given and now[name] != before[name]]
     wrong = [name for name in changed if name in FIXED]
     if wrong:
-        listed = ", ".join(f"{asked.said(name, now[name])} (the checkpoint has {before[name]})" for name in wrong)
+        listed = ", ".join(f"{options.said(name, now[name])} (the checkpoint has {before[name]})" for name in wrong)
         raise ArgumentError(
             f"'{found.path}' is a checkpoint of another training: {listed}. Leave that out to go on, "
             "or give another folder to begin anew"
@@ -92,14 +97,14 @@ def merged(found: Resumed, given: Mapping[str, Any]) -> tuple[FitOptions, list[s
     return options, notes
 
 
-def identity(program: Program, data: Mapping[str, Any]) -> dict[str, Any]:
-    """What tells a prepared program and its data from others; ``data`` as ``Samples.identity`` gives it."""
+def identity(program: Program, data: Mapping[str, Any], test: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What tells a prepared program and its data from others; ``data`` and ``test``: their ``Samples.identity``."""
     weights = 0
     for variable in program.variables:
         if variable.persistable and variable.data is not None:
             content = np.ascontiguousarray(as_array(variable.data))
             weights = zlib.crc32(content.view(np.uint8).reshape(-1).data if content.size else b"", weights)
-    return {"model": [fingerprint(program), weights], "data": dict(data)}
+    return {"model": [fingerprint(program), weights], "data": dict(data), "test": test}
 
 
 def check_identity(found: Resumed, now: Mapping[str, Any], data: str) -> None:
@@ -119,11 +124,41 @@ def check_identity(found: Resumed, now: Mapping[str, Any], data: str) -> None:
         )
 
 
-def load(found: Resumed, program: Program, scope: Scope) -> None:
-    """Set the state of the training program to that of the checkpoint."""
+def check_tested(found: Resumed, now: Mapping[str, Any], options: FitOptions) -> None:
+    """ArgumentError where the checkpoint's epochs were tested by other data or metrics: no best one is told then."""
+    was = options_of(found.options).measured
+    if options.monitor != "test_loss" and was != options.measured:
+        raise ArgumentError(
+            f"{options.said('monitor')}: the epochs of '{found.path}' were measured by {was}; choose "
+            f"{options.said('monitor', 'test_loss')} or {options.said('metric', was)}, or another folder to begin anew"
+        )
+    if found.identity.get("test") not in (None, now["test"]):
+        raise ArgumentError(
+            f"'{found.path}' is a checkpoint of a training with other test data, whose {options.monitor} is not to be "
+            f"compared with that of {options.called('test')}; give the same, or another folder to begin anew"
+        )
+
+
+def with_best(found: Resumed, options: FitOptions) -> Resumed:
+    """The checkpoint with that of its best epoch, where that is to be written. ArgumentError where it is gone."""
+    best = best_epoch(found.history, options) if options.restore_best_weights else None
+    if best is None:
+        return found
+    path = step_folder(found.path.parent, best)
+    if latest_checkpoint(path) is None:
+        raise ArgumentError(
+            f"{options.called('restore_best_weights')}: epoch {best} is the best by {options.monitor} so far, and "
+            f"'{found.path.parent}' no longer has it, as a training without that option leaves the last two alone. "
+            "Leave the option out, or give another folder to begin anew"
+        )
+    return replace(found, best=path)
+
+
+def load(path: Path, program: Program, scope: Scope) -> None:
+    """Set the state of the training program to that of a checkpoint."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that other options are another program was told, option by option
-        load_checkpoint(found.path, program, scope)
+        load_checkpoint(path, program, scope)
 
 
 def save(
@@ -135,6 +170,15 @@ def save(
     now: Mapping[str, Any],
     history: tuple[EpochRecord, ...],
 ) -> None:
-    """Write the state behind the last epoch of ``history``, and keep the one before it."""
+    """Write the state behind the last epoch of ``history``, and keep the one before, and a best one to be written."""
     said = {"options": options.plain(), "steps": steps, "identity": now, "history": [one.plain() for one in history]}
-    save_checkpoint(folder, program, scope, step=history[-1].epoch, extra={_KEY: said}, keep_last=2)
+    best = best_epoch(history, options) if options.restore_best_weights else None
+    save_checkpoint(
+        folder,
+        program,
+        scope,
+        step=history[-1].epoch,
+        extra={_KEY: said},
+        keep_last=2,
+        keep_steps=[] if best is None else [best],
+    )

@@ -54,10 +54,15 @@ class EpochRecord:
 
 @dataclass(frozen=True)
 class FitResult:
-    """What :func:`fit` gives: the file, how it was trained, and the record of each epoch (a resumed run's too)."""
+    """What :func:`fit` gives: the file, how it was trained, and the record of each epoch (a resumed run's too).
+
+    ``best_epoch`` is the best one by ``monitor``, where ``patience`` or ``restore_best_weights`` ask for it; None where
+    none had a finite value.
+    """
 
     output: Path
     options: FitOptions
     preparation: Preparation
     history: tuple[EpochRecord, ...]
     notes: tuple[str, ...] = ()
+    best_epoch: int | None = None

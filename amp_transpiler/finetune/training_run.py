@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from amp_transpiler.conversion.converting import convert
-from amp_transpiler.distributed import all_gather_object, find_var, rank, world_size
+from amp_transpiler.distributed import all_gather_object, rank, world_size
 from amp_transpiler.errors import ArgumentError, DistributedError, FeedError
 from amp_transpiler.finetune import resume
 from amp_transpiler.finetune.batch import fixed_batch, freed
+from amp_transpiler.finetune.best_epoch import best_epoch, stops
 from amp_transpiler.finetune.data import (
     Samples,
     Source,
@@ -29,12 +29,9 @@ from amp_transpiler.finetune.log import Log
 from amp_transpiler.finetune.loop import Loop
 from amp_transpiler.finetune.options import FitOptions
 from amp_transpiler.finetune.programs import Programs, refuse_label
+from amp_transpiler.finetune.trained_weights import TrainedWeights, write_trained
 from amp_transpiler.finetune.training_record import EpochRecord, FitResult
-from amp_transpiler.ir.decompose import write_out
-from amp_transpiler.ir.locations import model_size
 from amp_transpiler.ir.nodes import Variable
-from amp_transpiler.passes.numerics.quantised import let_load
-from amp_transpiler.passes.view.training_step import training_step
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import Executor, Scope
 from amp_transpiler.runtime.arrays import as_declared, as_ranked
@@ -188,9 +185,12 @@ class Run:
     def identify(self, checkpoint: Any, found: resume.Resumed | None) -> None:
         """Tell this training from others; ArgumentError where ``found`` is a checkpoint of another one."""
         if checkpoint is not None or self.ranks > 1:
-            self.identity = resume.identity(self.programs.program, self.train_data.identity())
+            tested = None if self.test_data is None else self.test_data.identity()
+            self.identity = resume.identity(self.programs.program, self.train_data.identity(), tested)
         if found is not None:
             resume.check_identity(found, self.identity, self.train_data.what)
+            if self.options.monitors:
+                resume.check_tested(found, self.identity, self.options)
         self.found, self.saves = found, checkpoint is not None
 
     def prepare(self) -> None:
@@ -210,7 +210,7 @@ class Run:
         if options.mode != "fp32":
             optimizer.amp_init(executor.place, scope=scope, test_program=programs.evaluation, use_fp16_test=True)
         if found is not None:
-            resume.load(found, programs.program, scope)
+            resume.load(found.path, programs.program, scope)
             if options.loss_scale is not None and options.loss_scale != found.options.get("loss_scale"):
                 state = optimizer.get_loss_scale_state(scope)
                 optimizer.set_loss_scale_state(state._replace(scale=float(options.loss_scale)), scope)
@@ -223,7 +223,7 @@ class Run:
         own = {
             "model": self.identity["model"],
             "data": self.identity["data"],
-            "test data": None if self.test_data is None else self.test_data.identity(),
+            "test data": self.identity["test"],
             "options": {name: repr(value) for name, value in self.options.plain().items()},
             "checkpoint": [self.saves, *((found.epochs, found.steps) if found is not None else ())],
         }
@@ -261,6 +261,8 @@ class Run:
         self.tell.begin()
         history = found.history if found is not None else ()
         before, done = _stamp(output), found.epochs if found is not None else 0
+        best = best_epoch(history, options) if options.monitors else None
+        kept = self._best_so_far()
         if found is not None and done >= options.epochs:
             self.tell(
                 f"{done} epochs are done, and {options.said('epochs')} asks for no more; what they came to is written"
@@ -268,19 +270,44 @@ class Run:
         try:
             if self.test_data is not None and found is None:
                 history = (self._first(loop, log),)
-            for number in range(done + 1, options.epochs + 1):
-                history = (*history, self._epoch(loop, number, log))
+            while done < options.epochs and not stops(history, options):
+                done += 1
+                history = (*history, self._epoch(loop, done, log))
+                best = best_epoch(history, options) if options.monitors else None
+                if options.restore_best_weights and best == done:
+                    kept = self._weights(scope).kept()
                 if checkpoint is not None:
                     resume.save(checkpoint, programs.program, scope, options, loop.steps, self.identity, history)
-            brought = self._brought()
-            by_rank_0(lambda: self._write(output, brought))
+            weights = self._weights(scope) if kept is None else kept
+            if options.monitors:
+                self._tell_best(history, best)
+            by_rank_0(lambda: self._write(output, weights))
         except KeyboardInterrupt as stopped:
             stopped.args = (_left(output, before, checkpoint),)
             raise
         except DistributedError as error:
             said = f"{error}; {_left(output, before, checkpoint)}"
             raise DistributedError(said, error.ranks, error.told) from error
-        return FitResult(output, options, programs.preparation, history, tuple(self.tell.lines))
+        return FitResult(output, options, programs.preparation, history, tuple(self.tell.lines), best)
+
+    def _best_so_far(self) -> TrainedWeights | None:
+        """Where the best epoch is written, and was before the checkpoint to go on from, its weights."""
+        found = self.found
+        if found is None or found.best is None:
+            return None
+        scope = Scope()
+        resume.load(found.best, self.programs.program, scope)
+        return self._weights(scope).kept()
+
+    def _tell_best(self, history: tuple[EpochRecord, ...], best: int | None) -> None:
+        options, last = self.options, history[-1].epoch
+        if stops(history, options) and last < options.epochs:
+            than = "" if best is None else f" than that of epoch {best}"
+            self.tell(f"{options.said('patience')}: ends after epoch {last}, without a better {options.monitor}{than}")
+        if options.restore_best_weights and best is not None:
+            self.tell(f"epoch {best} is the best by {options.monitor}: its weights are written")
+        elif options.restore_best_weights:
+            self.tell(f"{options.monitor} was finite in no epoch: the last weights are written")
 
     def _first(self, loop: Loop, log: Log | None) -> EpochRecord:
         """The record of the model before training."""
@@ -307,63 +334,13 @@ class Run:
             log.epoch(record)
         return record
 
-    def _masters(self) -> dict[str, str]:
-        """The names of master weights, by parameter."""
-        updated = training_step(self.programs.program).rows
-        return {r.parameter.name: r.master.name for r in updated if r.parameter and r.master}
+    def _weights(self, scope: Scope) -> TrainedWeights:
+        return TrainedWeights(self.programs.program, scope, self.given)
 
-    def _brought(self) -> dict[str, Any]:
-        """On rank 0 the master weights that one rank each holds, by parameter; all ranks call it."""
-        found = {}
-        for parameter, master in self._masters().items():
-            if self.programs.program.var(master).owner is not None:
-                value = find_var(master, self.scope)
-                if self.rank == 0:
-                    found[parameter] = value
-        return found
-
-    def _write(self, output: Path, brought: Mapping[str, Any]) -> None:
-        """The trained model for inference, from the fp32 masters (what has none is as it was given), in the chosen
-        precision; what leaves the range of 16 bit on a batch of the data stays fp32, as with ``convert``."""
-        options = self.options
-        scope = _Masters(self.scope, self.given, self._masters(), brought)
-        served = self.programs.model.clone()
-        write_out(served)
-        let_load(served)
-        model = served.to_onnx(scope=scope, external_data=False)
-        if options.saved == "fp32":
-            Program.from_onnx(model).to_onnx(output)
-        else:
-            rows = self.train_data.rows(slice(0, self.batch))
-            convert(
-                model,
-                mode=options.saved,
-                dtype=options.dtype,
-                black_list=list(options.black_list) or None,
-                calibration={v.name: rows[v.name] for v in _fed(self.programs.model)},
-            ).to_onnx(output)
-        precision = options.saved if options.saved == "fp32" else f"{options.saved} {options.dtype}"
-        self.tell(f"{output}: the trained model in {precision}, {model_size(output):,} bytes")
-
-
-class _Masters:
-    """A scope in which a parameter has the value of its fp32 master, or, rounded without one, that it was given.
-
-    ``brought``: masters' values that are not in the scope.
-    """
-
-    def __init__(
-        self, scope: Scope, given: Mapping[str, Any], masters: Mapping[str, str], brought: Mapping[str, Any]
-    ) -> None:
-        self.scope, self.given, self.masters, self.brought = scope, given, masters, brought
-
-    def find_var(self, name: str) -> Any:
-        """The master's value, else the variable's own."""
-        if name in self.brought:
-            return self.brought[name]
-        found = self.scope.find_var(self.masters.get(name, name))
-        rounded = name in self.given and np.asarray(found).dtype != np.asarray(self.given[name]).dtype
-        return self.given[name] if rounded else found
+    def _write(self, output: Path, weights: TrainedWeights) -> None:
+        rows = self.train_data.rows(slice(0, self.batch))
+        fed = {v.name: rows[v.name] for v in _fed(self.programs.model)}
+        write_trained(output, self.programs.model, weights, self.options, fed, self.tell)
 
 
 def _fed(program: Program) -> list[Variable]:

@@ -26,6 +26,7 @@ from amp_transpiler.ir.patterns import matching
 from amp_transpiler.ir.seeded import Seeded
 from amp_transpiler.ir.startup import HasStartup
 from amp_transpiler.ir.types import check_declared, element_type
+from amp_transpiler.ir.updates import check_update
 from amp_transpiler.option_checks import shown
 from amp_transpiler.spelling import near_names
 
@@ -362,10 +363,13 @@ class Graph(HasStartup, Seeded):
             graph.touch()
 
     def set_update(self, state: Variable, new: Variable) -> None:
-        """Let persistable ``state`` take the value of ``new`` when a step ends (a later call wins)."""
+        """Let persistable ``state`` take the value of ``new`` when a step ends (a later call wins).
+
+        What reads ``state`` has its value of before; ``updates[state]`` is the new one.
+        """
         self.must_own(state)
-        if not state.persistable:
-            raise GraphError(f"variable '{state.name}' is not persistable and cannot be updated")
+        self.must_own(new)
+        check_update(state, new)
         self.updates[state] = new
         self.touch()
 
@@ -373,8 +377,7 @@ class Graph(HasStartup, Seeded):
         """Mark operators whose name or scope matches a glob pattern (or, after ``re:``, a regular expression), as
         ``fp16_guard`` does for built programs.
 
-        Returns the number of operators marked; ArgumentError for no pattern, or one that matches nothing: then none
-        is marked.
+        Returns their number; ArgumentError for no pattern, or one that matches nothing: then none is marked.
         """
         if not patterns:
             raise ArgumentError(f"mark_fp16 of program '{self.name}' takes at least one pattern, such as 'encoder/*'")

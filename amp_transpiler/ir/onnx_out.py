@@ -22,7 +22,7 @@ from amp_transpiler.ir.metadata import INITIALIZER, written_marks, written_state
 from amp_transpiler.ir.nodes import FORWARD, OWN, Operator, Variable, origin
 from amp_transpiler.ir.proto_residue import source_of, value_info
 from amp_transpiler.ir.tensors import Tensor, embedded, stripped, tensor_type
-from amp_transpiler.ir.verify import same_shape
+from amp_transpiler.ir.updates import same_shape
 from amp_transpiler.lists import plain_domain
 
 #: The first format version in which an initializer need not be a graph input.

@@ -17,6 +17,7 @@ from amp_transpiler.ir.adjacency import predecessors, successors
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import CAPTURE, OWN, Operator, Variable, origin
 from amp_transpiler.ir.types import NAMES, ONNX_TYPES
+from amp_transpiler.ir.updates import update_fault
 
 _SHOWN = 10
 _VARIADIC = onnx.defs.OpSchema.FormalParameterOption.Variadic
@@ -156,21 +157,8 @@ def _updates(program: Graph) -> Iterator[str]:
     for state, new in program.updates.items():
         if not state.persistable or new.program is not program or not program.has_var(state.name):
             yield f"the update of '{state.name}' does not go from a variable of the program to a persistable one"
-        if state.dtype != new.dtype:
-            yield (
-                f"the update of '{state.name}' ({state.dtype}) is '{new.name}' ({new.dtype}); an update keeps the type"
-            )
-        if not same_shape(state.shape, new.shape):
-            yield f"the update of '{state.name}' {state.shape} is '{new.name}' {new.shape}; an update keeps the shape"
-
-
-def same_shape(one: Any, other: Any) -> bool:
-    """Whether two shapes can be one: equal rank, and equal sizes where both are numbers."""
-    if one is None or other is None:
-        return True
-    return len(one) == len(other) and all(
-        a == b or not isinstance(a, int) or not isinstance(b, int) for a, b in zip(one, other, strict=True)
-    )
+        elif fault := update_fault(state, new):
+            yield fault
 
 
 # -- element types -------------------------------------------------------------------------------

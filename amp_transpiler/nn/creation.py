@@ -90,7 +90,7 @@ def arange(
     return assign(np.arange(start, end, step).astype(numpy_dtype(kind)))
 
 
-@function()
+@function("nn.assigned")
 def assign(x: Any, *, name: str | None = None) -> Variable:
     """A copy of a variable; or an array, a list or a number as a constant."""
     if isinstance(x, Variable):

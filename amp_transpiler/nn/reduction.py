@@ -84,21 +84,23 @@ def var(
 ) -> Variable:
     """Variance over ``axis``, or over everything: the sum of squared deviations over N - 1, or N if not ``unbiased``.
 
-    ``x``: float; where ``unbiased``, the sizes of the axes are known.
+    ``x``: float. One element has an unbiased variance of NaN where its number is not known before the run.
     """
     call = "var"
     prefix = fresh(call)
     variable(call, "x", x, dtypes=FLOATING, min_rank=1)
     axes = axes_of(call, list(range(len(x.shape or ()))) if axis is None else axis, x)
     deviation = _deviation(call, x, axes, prefix)
-    sizes = [size for size in ((x.shape or ())[a] for a in axes) if isinstance(size, int) and size]
-    if switch(f"{call}: unbiased", unbiased):
-        count = _count(call, x, axes) - 1
-    elif len(sizes) == len(axes):
-        count = math.prod(sizes)
-    else:
+    less = int(switch(f"{call}: unbiased", unbiased))
+    count = _count(call, x, axes, less)
+    if count is None:
         squares = append(call, "Pow", [deviation, constant(x, 2)], prefix=prefix)
-        return _reduce(call, "ReduceMean", squares, axes, keepdim, prefix)
+        mean = _reduce(call, "ReduceMean", squares, axes, keepdim, prefix)
+        if not less:
+            return mean
+        # N / (N - 1) times the mean, without a number that 16 bit does not hold: one that is infinite adds nothing
+        rest = append(call, "Cast", [_counted(call, x, axes, 1, prefix)], attrs={"to": ONNX_TYPES[str(x.dtype)]})
+        return append(call, "Add", [mean, append(call, "Div", [mean, rest], prefix=prefix)], prefix=prefix)
     # The square of a deviation may leave 16 bit where the variance does not: so of shares, whose squares add up to it.
     digits, exponent = math.frexp(1 / math.sqrt(count))
     share = math.ldexp(math.floor(8 * digits) / 8, exponent)  # of three binary digits: every type holds it
@@ -123,12 +125,23 @@ def _deviation(call: str, x: Variable, axes: list[int], prefix: str) -> Variable
     return x
 
 
-def _count(call: str, x: Variable, axes: list[int]) -> int:
-    """The elements of which an unbiased variance is."""
-    count = int(np.prod([fixed(call, "x", x, a) for a in axes]))
-    if count < 2:
+def _count(call: str, x: Variable, axes: list[int], less: int) -> int | None:
+    """By what a variance divides a sum: the elements, ``less`` one where it is unbiased; None where that is open."""
+    sizes = [(x.shape or ())[axis] for axis in axes]
+    known = [size for size in sizes if isinstance(size, int)]
+    if len(known) < len(sizes):
+        return None
+    if less and math.prod(known) < 2:
         raise ArgumentError(f"{call}: an unbiased variance needs 2 elements or more; pass unbiased=False")
-    return count
+    return math.prod(known) - less or None
+
+
+def _counted(call: str, x: Variable, axes: list[int], less: int, prefix: str, keepdims: int = 0) -> Variable:
+    """The same of open sizes, int64."""
+    sizes = append(call, "Shape", [x], prefix=prefix)
+    sizes = append(call, "Gather", [sizes, np.array(axes, np.int64)], prefix=prefix)
+    count = append(call, "ReduceProd", [sizes], attrs={"keepdims": keepdims}, prefix=prefix)
+    return append(call, "Sub", [count, np.array(less, np.int64)], prefix=prefix) if less else count
 
 
 @function("nn.reduction")
@@ -144,11 +157,11 @@ def std(
     variable(call, "x", x, dtypes=FLOATING, min_rank=1)
     axes = axes_of(call, list(range(len(x.shape or ()))) if axis is None else axis, x)
     length = _reduce(call, "ReduceL2", _deviation(call, x, axes, prefix), axes, keepdim, prefix)
-    if switch(f"{call}: unbiased", unbiased):
-        return append(call, "Div", [length, constant(x, math.sqrt(_count(call, x, axes) - 1))], prefix=prefix)
-    sizes = append(call, "Shape", [x], prefix=prefix)
-    sizes = append(call, "Gather", [sizes, np.array(axes, np.int64)], prefix=prefix)
-    ones = append(call, "Expand", [constant(x, 1), sizes], prefix=prefix)
+    less = int(switch(f"{call}: unbiased", unbiased))
+    count = _count(call, x, axes, less)
+    if less and count is not None:
+        return append(call, "Div", [length, constant(x, math.sqrt(count))], prefix=prefix)
+    ones = append(call, "Expand", [constant(x, 1), _counted(call, x, axes, less, prefix, 1)], prefix=prefix)
     root = append(call, "ReduceL2", [ones], attrs={"keepdims": 0}, prefix=prefix)
     return append(call, "Div", [length, root], prefix=prefix)
 

@@ -25,7 +25,7 @@ from amp_transpiler.runtime.states import not_in_scope
 Variables = Sequence[Variable | str]
 
 
-@paddle_arguments("inference")
+@paddle_arguments("inference", "save_inference")
 def save_inference_model(
     path: str | os.PathLike[str],
     feed_vars: Variables,
@@ -37,10 +37,12 @@ def save_inference_model(
 ) -> None:
     """Write what computes ``fetch_vars`` from ``feed_vars`` as an ONNX model: whole, or not at all.
 
-    The model has real 16-bit operators, parameters from ``scope`` (default: the global one), and no training forms.
+    The model has real 16-bit operators, parameters from ``scope`` (default: the global one), and no training forms. An
+    output is of the type that it is computed in, float16 too, where ``Executor.run`` gives it as it was declared.
     Batch normalisations read their fp32 parameters through casts, for kernels want one type.
-    onnxruntime alone loads it; a bfloat16 model on CUDA only, for it has no bfloat16 arithmetic on CPU. ``feed_vars``
-    are inputs of ``program`` (default: the program of the first fetch variable, else the current main program), by
+    onnxruntime alone loads it; a bfloat16 model on CUDA only, for it has no bfloat16 arithmetic on CPU, and one that
+    scatters sums in float16 (``scatter_nd_add``): ``decorate(numeric_guards=True)`` keeps these fp32. ``feed_vars`` are
+    inputs of ``program`` (default: the program of the first fetch variable, else the current main program), by
     variable or name; a training program is turned into its form for evaluation first. Parameters go into the file, but
     into ``<path>.data`` where those of the program were read from such a file, or take more than 2 GB. Folders on the
     way are made, as Paddle makes them.
@@ -69,7 +71,7 @@ def save_inference_model(
     served.to_onnx(path, scope=scope)
 
 
-@paddle_arguments("inference")
+@paddle_arguments("inference", "load_inference")
 def load_inference_model(
     path: str | os.PathLike[str], executor: Executor, *, scope: Scope | None = None
 ) -> tuple[Program, list[str], list[Variable]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.finetune.data import Samples
 from amp_transpiler.finetune.options import FitOptions
+from amp_transpiler.finetune.training_run import Run
 from tests.helpers.exported import exported, loss_and_accuracy, samples
 from tests.helpers.fitting import features, linear, trained
 
@@ -142,3 +144,30 @@ def test_another_loss_scale_can_be_given_when_a_training_goes_on(tmp_path: Path)
     amp.fit(linear(), tmp_path / "a.onnx", epochs=1, **options)
     result = amp.fit(linear(), tmp_path / "a.onnx", epochs=2, loss_scale=64, **options)
     assert [record.loss_scale for record in result.history] == [32768, 64]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="folders have no locks there")
+@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("name", ["checkpoint", "log"])
+def test_two_trainings_do_not_write_into_one_folder(
+    name: str, made: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one, which begins while the first trains or was checked before it began, ends and changes nothing."""
+    given: dict[str, Any] = {"data": features(40), "epochs": 2, "say": lambda line: None, name: tmp_path / "folder"}
+    if made:
+        amp.fit(linear(), tmp_path / "before.onnx", **{**given, "epochs": 1})
+    kind = amp.errors.CheckpointWriteError if name == "checkpoint" else amp.errors.ModelFileWriteError
+    train, refused = Run.train, []
+
+    def both(self: Run, *arguments: Any) -> Any:
+        if not refused:
+            refused.append(True)
+            with pytest.raises(kind, match=f"^{name} '.*folder': another training that has not ended writes there"):
+                amp.fit(linear(), tmp_path / "second.onnx", **given)
+        return train(self, *arguments)
+
+    monkeypatch.setattr(Run, "train", both)
+    amp.fit(linear(), tmp_path / "first.onnx", **given)
+    monkeypatch.undo()
+    assert refused and (tmp_path / "first.onnx").exists() and not (tmp_path / "second.onnx").exists()
+    amp.fit(linear(), tmp_path / "third.onnx", **given)

@@ -365,7 +365,7 @@ def test_a_second_preparation_changes_nothing() -> None:
     [
         ({"trainable": ["decoder*"]}, "trainable: pattern 'decoder\\*' matches no parameter of program 'net'"),
         ({"freeze": "emb"}, "freeze takes strings"),
-        ({"freeze": ["*"]}, "no parameter of program 'net' is left to train"),
+        ({"freeze": ["*"], "trainable": ["*"]}, "no parameter of program 'net' is left to train"),
         ({"batch_norm": "eval"}, "batch_norm is 'eval'; expected one of train, synchronized, frozen"),
         ({"dropout": {"nowhere": 0.1}}, "dropout: pattern 'nowhere' matches no operator"),
         ({"dropout": {"enc/*": 1.0}}, "rate of pattern 'enc/\\*' is 1.0"),

@@ -133,6 +133,9 @@ def test_the_slots_that_stay_fp32_are_there() -> None:
         ("pool2d", ("MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool")),
         ("softmax_with_cross_entropy", ("SoftmaxCrossEntropyLoss",)),
         ("square", ("Pow",)),
+        ("reshape", ("Reshape",)),
+        ("not_equal", ("Equal", "Not")),
+        ("warpctc", ("amp_transpiler::CTCLoss",)),
         ("Upsample", ("Upsample",)),
     ],
 )
@@ -149,6 +152,10 @@ def test_resolve(name, operators):
         ("qqqqqqqq", r"no operator has the name 'qqqqqqqq'\. Expected"),
         ("com.microsoft::FusedMatMull", r"Did you mean 'FusedMatMul'"),
         ("cos_sim", r"Paddle's operator 'cos_sim' has no ONNX counterpart, it becomes .* Name ONNX operators instead"),
+        (
+            "smooth_l1_loss",
+            r"Paddle's operator 'smooth_l1_loss' has no ONNX counterpart, it becomes Sub, Abs, Min and Mul",
+        ),
         ("c_allreduce_sum", r"has no ONNX counterpart, it is a collective"),
     ],
 )

@@ -224,6 +224,7 @@ def test_unique_names_are_in_utils_too() -> None:
         (lambda: paddle.amp, "amp.static.amp"),
         (lambda: paddle.fluid, "Paddle 2"),
         (lambda: paddle.to_tensor, "numpy arrays"),
+        (lambda: paddle.callbacks, "patience=3"),
         (lambda: paddle.nn.Linear, r"amp.nn.fc\(x, size\)"),
         (lambda: bf16.convert_float_to_uint16, "ml_dtypes"),
     ],
@@ -243,6 +244,8 @@ def test_names_that_are_not_offered_point_elsewhere(call: Callable[[], Any], sai
             "keeps the digits",
         ),
         (lambda: static.Executor(paddle.CPUPlace()).run(static.Program(), use_prune=True), "clone"),
+        (lambda: static.load_inference_model("m", None, params_filename="p"), "weights are in the ONNX file"),
+        (lambda: static.save_inference_model("m", [], [], None, legacy_format=True), "models are ONNX files"),
     ],
 )
 def test_keywords_that_are_not_offered_point_elsewhere(call: Callable[[], Any], said: str) -> None:
@@ -261,7 +264,8 @@ def test_saving_by_paddles_keyword(tmp_path: Any) -> None:
     exe = static.Executor(static.CPUPlace())
     exe.run(static.default_startup_program())
     path = str(tmp_path / "no" / "folder" / "yet" / "m.onnx")
-    static.save_inference_model(path_prefix=path, feed_vars=[x], fetch_vars=[out], executor=exe)
+    given = {"clip_extra": True, "legacy_format": False, "program_only": False}
+    static.save_inference_model(path_prefix=path, feed_vars=[x], fetch_vars=[out], executor=exe, **given)
     program, feeds, fetches = static.load_inference_model(path_prefix=path, executor=exe)
     (value,) = exe.run(program, feed={feeds[0]: np.ones((2, 3), np.float32)}, fetch_list=fetches)
     assert value.shape == (2, 2)

@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,7 @@ def save_checkpoint(
     data_position: Any = None,
     extra: Any = None,
     keep_last: int | None = None,
+    keep_steps: Collection[int] = (),
 ) -> Path:
     """Write all state of ``program`` in ``scope`` (default: the global one), whole or not at all; returns the folder.
 
@@ -111,6 +112,7 @@ def save_checkpoint(
             as lists). ``data_position`` is meant for the place in the data to go on from.
         keep_last: keep the last so many checkpoints in ``path``, in the order they were written, and remove the
             others once the new one is whole; files of yours in their folders stay. Only with ``step``.
+        keep_steps: steps that stay besides, such as that of the best epoch.
 
     Raises:
         ScopeError: a variable is not in the scope, or has another element type or shape than the program declares.
@@ -120,7 +122,7 @@ def save_checkpoint(
     call = "save_checkpoint"
     _check_program(program, call)
     scope = check_scope(scope)
-    _check_numbers(step, keep_last)
+    _check_numbers(step, keep_last, keep_steps)
     home = _path(path, call)
     target = home if step is None else step_folder(home, step)
     if step is not None and (home / META).is_file():
@@ -144,7 +146,8 @@ def save_checkpoint(
             finally:
                 pieces.finish()
             if keep_last is not None:
-                _remove_older(target, written, keep_last)
+                spared = {step_folder(home, kept) for kept in keep_steps}
+                _remove_older(target, {f: n for f, n in written.items() if f not in spared}, keep_last)
 
         by_rank_0(write, pieces.finish)
     return target
@@ -351,7 +354,9 @@ def _check_program(program: Any, call: str) -> None:
         raise ArgumentTypeError(f"{call} takes a program as second argument, got {program!r}")
 
 
-def _check_numbers(step: Any, keep_last: Any) -> None:
+def _check_numbers(step: Any, keep_last: Any, keep_steps: Any) -> None:
+    if not isinstance(keep_steps, Collection) or not all(map(is_whole, keep_steps)):
+        raise ArgumentTypeError(f"save_checkpoint: keep_steps is {keep_steps!r}; expected a list of steps")
     for name, value, least in (("step", step, 0), ("keep_last", keep_last, 1)):
         if value is None:
             continue

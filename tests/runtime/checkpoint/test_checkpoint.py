@@ -154,6 +154,9 @@ def test_the_last_k_in_the_order_of_writing(net: Small, scope: amp.Scope, tmp_pa
     assert loads(net, tmp_path) == state(net.main, scope)
     amp.save_checkpoint(tmp_path, net.main, scope, step=30, keep_last=1)
     assert os.listdir(tmp_path) == ["step_00000030"]
+    for step in (31, 32, 33):
+        amp.save_checkpoint(tmp_path, net.main, scope, step=step, keep_last=2, keep_steps=[30, 7])
+    assert sorted(os.listdir(tmp_path)) == ["step_00000030", "step_00000032", "step_00000033"]
 
 
 def test_files_of_others_stay_where_a_checkpoint_was(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
@@ -173,6 +176,7 @@ def test_files_of_others_stay_where_a_checkpoint_was(net: Small, scope: amp.Scop
         ({"step": True}, ArgumentTypeError, "step is True"),
         ({"step": 1, "keep_last": 0}, ArgumentError, "keep_last is 0; expected at least 1"),
         ({"keep_last": 2}, ArgumentError, "pass step="),
+        ({"step": 1, "keep_steps": 3}, ArgumentTypeError, "keep_steps is 3; expected a list of steps"),
         ({"extra": np.zeros(2)}, ArgumentTypeError, r"array\.tolist\(\)"),
         ({"extra": {"a": [object()]}}, ArgumentTypeError, r"extra\['a'\]\[0\] is <object"),
         ({"data_position": {1: 2}}, ArgumentTypeError, "data_position has the key 1"),
