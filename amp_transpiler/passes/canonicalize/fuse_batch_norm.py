@@ -10,6 +10,7 @@ from __future__ import annotations
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.ops.norm_parts import epsilon_of
 from amp_transpiler.passes.canonicalize.matching import added_number, drop_unread, maker, remove
 from amp_transpiler.passes.view.constants import constant_content
 from amp_transpiler.passes.view.of_type import of_type
@@ -50,5 +51,5 @@ def _slope(variable: Variable | None) -> tuple[Variable, Variable, float] | None
 def _divides_by_one(norm: Operator, variance: Variable) -> bool:
     """Whether a norm in its form for evaluation divides by nothing else than ones."""
     data = constant_content(variance)
-    evaluates = not norm.attrs.get("training_mode", 0) and norm.attrs.get("epsilon", 1e-5) == 0
+    evaluates = not norm.attrs.get("training_mode", 0) and epsilon_of(norm) == 0
     return evaluates and data is not None and bool((as_array(data) == 1).all())

@@ -34,6 +34,8 @@ from amp_transpiler.passes.view.constants import constant_content
 from amp_transpiler.passes.view.of_type import of_type
 from amp_transpiler.passes.view.reached import reached
 
+#: The opset of LayerNormalization.
+LAYER_NORM = 17
 #: What takes a mean; the second one over all dimensions but two.
 MEANS = ("ReduceMean", "GlobalAveragePool")
 #: What ends a norm: a quotient, a product with the inverse of the deviation, TensorFlow's sum.
