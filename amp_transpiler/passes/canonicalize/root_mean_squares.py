@@ -14,7 +14,7 @@ it is the norm of the norms of its parts, each over the root of how many they ar
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,7 @@ from amp_transpiler.passes.canonicalize.matching import number, only_reader, red
 from amp_transpiler.passes.canonicalize.opset import add_operator
 from amp_transpiler.passes.view.constants import constant_content
 from amp_transpiler.passes.view.of_type import of_type
+from amp_transpiler.passes.view.reached import reached
 
 #: The largest weight that takes the root of a count in; a larger product would come near the end of float16.
 _LARGE = 1024.0
@@ -54,7 +55,7 @@ def write_as_norms(program: Graph, names: frozenset[str], keep: frozenset[Operat
         if made is None or made.producer is not mean:
             continue
         square, axes = squaring(mean.input(0)), reduced_axes(mean)
-        if square is None or axes is None or square.output(0) in program.outputs:
+        if square is None or axes is None:
             continue
         x = square.inputs[0]
         if x is None or x.dtype != "float32" or x.shape is None:
@@ -97,7 +98,7 @@ class _Found:
         """Whether square and mean are nobody else's."""
         squared = self.square.outputs[0]
         assert squared is not None
-        alone = len(squared.readers) == 1 and not (self.names & {squared.name, self.made.name})
+        alone = only_reader(squared) is not None and not (self.names & {squared.name, self.made.name})
         return alone and not self.keep & {self.square, self.mean} and self.made not in self.program.outputs
 
     def rewrite_root(self, of_sum: bool) -> bool:
@@ -307,17 +308,16 @@ class _Found:
 
 def _counts(square: Variable) -> bool:
     """Whether the digits of a small mean square count in what follows, multiplied or moved about or not."""
-    pending, seen = [square], {square}
-    while pending:
-        for op, slot in pending.pop().readers:
-            by_number = op.type == "Div" and slot == 0 and number(op.input(1)) is not None
-            if isinstance(slot, str) or (op.type in _DELICATE and not by_number):
-                return True
-            if by_number or op.type in ("Mul", "Neg") or moves(op, slot):
-                new = [v for v in op.outputs if v is not None and v not in seen]
-                pending += new
-                seen.update(new)
-    return False
+
+    def by_number(op: Operator, slot: int | str) -> bool:
+        return op.type == "Div" and slot == 0 and number(op.input(1)) is not None
+
+    def onward(at: Variable) -> Iterable[Variable | None]:
+        on = (op for op, s in at.readers if op.type in ("Mul", "Neg") or by_number(op, s) or moves(op, s))
+        return (v for op in on for v in op.outputs)
+
+    readers = (use for v in reached([square], onward) for use in v.readers)
+    return any(isinstance(s, str) or (op.type in _DELICATE and not by_number(op, s)) for op, s in readers)
 
 
 def _factors(product: float) -> tuple[float, float]:
