@@ -21,6 +21,7 @@ from amp_transpiler.ir.nodes import Operator, Variable, origin
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.lists import TARGET_OPSET, USUAL_PLACE, has_kernel, place_traits
 from amp_transpiler.ops.place_gaps import LOST
+from amp_transpiler.option_checks import counted
 from amp_transpiler.passes.canonicalize.fuse_norm import LAYER_NORM, MEANS, fuse_layer_norms, has_layer_norms
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.numerics.quantised import latest_opset
@@ -119,7 +120,7 @@ def _write_out(program: Graph, kinds: Iterable[str]) -> Counter[str]:
 
 
 def _more(count: int) -> str:
-    return f"{count} more operator{'s' * (count != 1)}"
+    return counted(count, "more operator")
 
 
 def _targets(program: Graph, dtype: str, has: _HasKernel) -> tuple[int, ...]:

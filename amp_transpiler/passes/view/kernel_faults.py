@@ -23,7 +23,7 @@ from amp_transpiler.ops.einsum import terms_of
 from amp_transpiler.ops.norm_parts import EPSILON
 from amp_transpiler.ops.window import window_by
 from amp_transpiler.passes.view import constants
-from amp_transpiler.passes.view.typing import Slots, declared, widened
+from amp_transpiler.passes.view.typing import Slots, declared, float_type, widened
 
 #: What is loaded and not run, and what is run as its graph, which is looked into.
 _NOT_RUN = frozenset({"Constant", "SequenceMap"})
@@ -115,7 +115,7 @@ def _read_last(op: Operator) -> bool:
 def leaves(op: Operator, kind: str) -> str:
     """Why onnxruntime would not run the operator on a place of this kind at its opset; "" where it would."""
     at, opset = place_traits(kind), op.program.opset(op.domain)
-    dtype = next((str(v.dtype) for v in (*op.outputs, *op.inputs) if v is not None and v.dtype in FLOATS), "")
+    dtype = float_type(op)
     if op.type in _NOT_RUN:
         return ""
     if dtype == "float16" and at.emulates:
