@@ -87,7 +87,7 @@ def _number(variable: Variable | None) -> int | None:
 def _array(variable: Variable | None) -> np.ndarray | None:
     """The content of a constant, however many channels it has numbers for."""
     if variable is None or variable.persistable or variable.is_input or variable.data is None:
-        return None if variable is None else constant_array(variable)
+        return constant_array(variable)
     return as_array(variable.data)
 
 

@@ -66,7 +66,7 @@ class _Folding:
         others = [v for v in (*conv.inputs[1:], *op.inputs) if v is not data]
         if not self.listed.isdisjoint(others) or any(v is not None and v.name in self.names for v in others):
             return
-        kernel = None if weights is None else constant_array(weights, _WEIGHTS)
+        kernel = constant_array(weights, _WEIGHTS)
         start = np.zeros(()) if bias is None else constant_array(bias, _WEIGHTS)
         if data is None or weights is None or kernel is None or start is None or kernel.dtype != np.float32:
             return

@@ -83,7 +83,7 @@ def _sizes(variable: Variable) -> list[int] | None:
         return None
     found: list[int] = []
     for piece in joined.inputs:
-        array = None if piece is None else constant_array(piece)
+        array = constant_array(piece)
         if array is not None:
             found += [int(size) for size in array.reshape(-1)]
             if min(found[-array.size :], default=1) <= 0:

@@ -91,7 +91,7 @@ def _as_numbers(put: Builder, mask: Variable, dtype: np.dtype[Any]) -> Variable:
     numbers = [np.array(number, dtype) for number in (0, MASKED)]
     for op, slot in mask.readers:
         if op.type == "Where" and slot == 0 and op.program is default_main_program():
-            known = [None if v is None else constant_array(v) for v in op.inputs[1:]]
+            known = [constant_array(v) for v in op.inputs[1:]]
             (made,) = op.outputs
             if (
                 made is not None

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 
 from amp_transpiler.ir.clone import insert_graph
-from amp_transpiler.ir.constant_data import constant_array
+from amp_transpiler.ir.constant_data import constant_array, constant_number
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes, infer_operator
 from amp_transpiler.ir.nodes import Operator, Shape, Variable
@@ -68,14 +68,13 @@ def inline_known_branches(program: Graph) -> bool:
     names = {op.name for op in program.walk()} if pending else set()
     while pending:
         op = pending.pop()
-        condition = op.input(0)
-        taken = None if condition is None else constant_array(condition)
-        if taken is None or taken.size != 1:
+        taken = constant_number(op.input(0))
+        if taken is None:
             for nested in op.attrs.programs:
                 found |= inline_known_branches(nested)
             continue
         first, found = program.next_key, True
-        _inline(op, bool(taken.all()), names, {})
+        _inline(op, bool(taken), names, {})
         pending += [new for new in program.added_since(first) if new.type == "If" and not new.domain]
     return found
 
@@ -205,7 +204,7 @@ def _goes_on(body: Graph) -> bool:
         says = says.outer or (says.producer.inputs[0] if says.producer else None)
     if says is body.inputs[1]:
         return True
-    value = None if says is None else constant_array(says)
+    value = constant_array(says)
     return value is not None and bool(value.all())
 
 
