@@ -156,7 +156,7 @@ def _handed_on(op: Operator, around: dict[int, tuple[int, int]]) -> bool:
 
 def _own_padding(op: Operator) -> list[int] | None:
     """How much a convolution pads; None of one that pads by sizes, and of other operators."""
-    kernel = op.inputs[1] if op.type == "Conv" and not op.domain else None
+    kernel = op.inputs[1] if op.full_type == "Conv" else None
     if kernel is None or kernel.shape is None or str(op.attrs.get("auto_pad", "NOTSET")) != "NOTSET":
         return None
     return [int(n) for n in op.attrs.get("pads") or [0] * 2 * (len(kernel.shape) - 2)]

@@ -43,7 +43,7 @@ def _turned(product: Operator) -> Operator | None:
     """The transposition of what a product with one matrix reads, of three axes or more."""
     rows, matrix, made = product.input(0), product.input(1), product.output(0)
     turn = None if rows is None else rows.producer
-    if turn is None or matrix is None or made is None or turn.type != "Transpose" or turn.domain:
+    if turn is None or matrix is None or made is None or turn.full_type != "Transpose":
         return None
     order = list(turn.attrs.get("perm", ()))
     if rows is None or matrix.shape is None or len(matrix.shape) != 2 or len(order) < 3:

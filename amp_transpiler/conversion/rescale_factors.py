@@ -56,7 +56,7 @@ def _only_added(made: Variable | None) -> bool:
 
 def _adds(op: Operator, slot: int | str, made: Variable) -> bool:
     """Whether the operator adds the tensor to another one of its shape that is no constant."""
-    other = op.input(1 - slot) if op.type == "Add" and not op.domain and isinstance(slot, int) else None
+    other = op.input(1 - slot) if op.full_type == "Add" and isinstance(slot, int) else None
     return other is not None and other is not made and other.shape == made.shape and constant_content(other) is None
 
 

@@ -198,7 +198,7 @@ def _place(variable: Variable | None, index: Variable) -> int | None:
     op = None if held is None else held.producer
     if held is index:
         return 0
-    if op is None or op.domain or op.type not in ("Add", "Reshape"):
+    if op is None or op.full_type not in ("Add", "Reshape"):
         return None
     before, more = _place(op.input(0), index), 0.0 if op.type == "Reshape" else number(_held(op.input(1)))
     return None if before is None or more is None else before + int(more)
@@ -228,7 +228,7 @@ def _counts(variable: Variable | None, rows: Variable, indices: Variable) -> boo
     op = None if held is None else held.producer
     if rows.shape is not None and isinstance(rows.shape[0], int):
         return number(held) == rows.shape[0]
-    counted = _held(op.input(0)) if op is not None and op.type in ("Shape", "Size") and not op.domain else None
+    counted = _held(op.input(0)) if op is not None and op.full_type in ("Shape", "Size") else None
     listed = _held(indices)
     while listed is not None and listed is not counted and (flat := maker(listed, "Reshape")) is not None:
         listed = _held(flat.input(0))

@@ -64,7 +64,7 @@ def inline_known_branches(program: Graph) -> bool:
     """Let each If whose condition is a constant be the branch that is taken, in place, those in branches included;
     whether there was any."""
     found = False
-    pending = [op for op in program.nesting if op.type == "If" and not op.domain]
+    pending = [op for op in program.nesting if op.full_type == "If"]
     names = {op.name for op in program.walk()} if pending else set()
     while pending:
         op = pending.pop()
@@ -75,7 +75,7 @@ def inline_known_branches(program: Graph) -> bool:
             continue
         first, found = program.next_key, True
         _inline(op, bool(taken), names, {})
-        pending += [new for new in program.added_since(first) if new.type == "If" and not new.domain]
+        pending += [new for new in program.added_since(first) if new.full_type == "If"]
     return found
 
 
@@ -108,7 +108,7 @@ def _name(variable: Variable | None) -> str:
 
 
 def _expand(op: Operator, env: _Known) -> bool:
-    if op.domain or op.type not in ("If", "Loop", "Scan"):
+    if op.full_type not in ("If", "Loop", "Scan"):
         return False
     return {"If": _inline_if, "Loop": _unroll_loop, "Scan": _unroll_scan}[op.type](op, env)
 

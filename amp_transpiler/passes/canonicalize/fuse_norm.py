@@ -190,7 +190,7 @@ def _next(norm: _Norm, type_: str) -> tuple[Operator, Variable] | None:
     """The operator that alone reads what the norm made so far, if of this type, and its weight."""
     made = norm.last.outputs[0]
     op = only_reader(made)
-    if op is None or op.type != type_ or op.domain or len(op.inputs) != 2:
+    if op is None or op.full_type != type_ or len(op.inputs) != 2:
         return None
     weight = next(other for operand, other in sides(op) if operand is made)
     return (op, weight) if weight is not None and weight is not made and _fits(weight, norm) else None

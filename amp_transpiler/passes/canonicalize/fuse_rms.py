@@ -121,7 +121,7 @@ def keep_root_mean_squares(program: Graph) -> list[str]:
     """
     count = 0
     for root in program.operators:
-        summed, epsilon = added_number(root.input(0)) if root.type == "Sqrt" and not root.domain else (None, None)
+        summed, epsilon = added_number(root.input(0)) if root.full_type == "Sqrt" else (None, None)
         mean = maker(summed, "ReduceMean")
         square = None if mean is None else squaring(mean.input(0))
         if mean is None or square is None or epsilon is None or FULL in root.metadata:

@@ -18,7 +18,7 @@ def capture_invariants(program: Graph, names: frozenset[str], keep: frozenset[Op
     """Take such states out of all loops of a program, in place; variables among ``names`` and operators of ``keep``
     stay what they are."""
     for op in program.nesting:
-        if op.type == "Loop" and not op.domain and op not in keep:
+        if op.full_type == "Loop" and op not in keep:
             _capture(op, op.attrs["body"], names)
         for nested in op.attrs.programs:
             capture_invariants(nested, names, keep)

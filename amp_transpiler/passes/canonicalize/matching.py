@@ -17,7 +17,7 @@ LEAST_HALF = 2.0**-24
 def maker(variable: Variable | None, type_: str) -> Operator | None:
     """The operator of this type that makes the variable."""
     op = None if variable is None else variable.producer
-    return op if op is not None and op.type == type_ and not op.domain else None
+    return op if op is not None and op.full_type == type_ else None
 
 
 def sides(op: Operator | None) -> list[tuple[Variable | None, Variable | None]]:
@@ -80,9 +80,9 @@ def lower_bound(op: Operator) -> float | None:
 
 def squares(op: Operator) -> bool:
     """Whether an operator is a Mul or Pow that squares its first operand."""
-    if op.type == "Mul" and not op.domain:
+    if op.full_type == "Mul":
         return op.input(0) is op.input(1)
-    return op.type == "Pow" and not op.domain and holds(op.input(1), 2)
+    return op.full_type == "Pow" and holds(op.input(1), 2)
 
 
 def squaring(variable: Variable | None) -> Operator | None:

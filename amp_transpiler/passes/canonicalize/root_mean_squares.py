@@ -163,7 +163,7 @@ class _Found:
         while True:
             before = last.outputs[0]
             op = only_reader(before)
-            if op is None or op.domain or op.type not in ("Mul", "Div") or self._held(op) or before is None:
+            if op is None or op.full_type not in ("Mul", "Div") or self._held(op) or before is None:
                 return last, factor
             by = number(op.input(1) if op.input(0) is before else op.input(0) if op.type == "Mul" else None)
             made = op.output(0)
@@ -208,7 +208,7 @@ class _Found:
             if self._held(op) or self.keep.intersection(use for use, _ in made.readers):
                 return None
             for use, _ in made.readers:
-                if use.type != "Mul" or use.domain or use.input(0) is use.input(1):
+                if use.full_type != "Mul" or use.input(0) is use.input(1):
                     return None
                 found.append((op, use))
             if made in self.program.outputs or not made.readers:
@@ -227,7 +227,7 @@ class _Found:
             if made is None or made in self.program.outputs or not made.readers:
                 return False
             for op, slot in made.readers:
-                if op.type != "Mul" or op.domain or isinstance(slot, str):
+                if op.full_type != "Mul" or isinstance(slot, str):
                     return False
                 weight = op.input(1 - slot)
                 data = constant_content(weight)

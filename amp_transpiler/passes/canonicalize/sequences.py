@@ -59,7 +59,7 @@ def _only_read(sequence: Variable) -> bool:
         if variable in program.outputs:
             return False
         for op, slot in variable.readers:
-            if slot != 0 or op.domain or op.type not in _READERS:
+            if slot != 0 or op.full_type not in _READERS:
                 return False
             position = {"SequenceAt": 1, "SequenceErase": 1, "SequenceInsert": 2}.get(op.type)
             index = None if position is None else op.input(position)

@@ -173,7 +173,7 @@ class _Writer:
     def _put(self, out: Variable, made: Variable, order: Sequence[int]) -> Variable:
         """Let what read the result, which was turned, read what was not; what that is called then."""
         for reader, _ in list(out.readers):
-            result = reader.outputs[0] if reader.type == "Transpose" and not reader.domain else None
+            result = reader.outputs[0] if reader.full_type == "Transpose" else None
             if result is not None:
                 again = [order[axis] for axis in _order(reader)]
                 if again == sorted(again):

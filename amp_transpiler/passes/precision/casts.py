@@ -182,7 +182,7 @@ def _protected(program: Graph, lists: AutoMixedPrecisionLists) -> set[Variable]:
 
 def _write_outputs(op: Operator, decision: Decision, inserter: _Inserter, protected: set[Variable]) -> None:
     """Retype what the operator writes; where the variable has to keep its type, write another one and cast it."""
-    casts = op.type == "Cast" and not op.domain
+    casts = op.full_type == "Cast"
     for slot, (variable, made) in enumerate(zip(op.outputs, decision.slots.outputs, strict=True)):
         if variable is None or made is None:
             continue
