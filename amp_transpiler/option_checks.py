@@ -50,10 +50,15 @@ def shown(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} … {text[-_SHOWN // 2 :]}"
 
 
-def listed(names: Collection[str], most: int = 3) -> str:
+def listed(names: Collection[str], most: int = 3, quote: str = "'") -> str:
     """Some of the names, quoted, and how many there are beyond them."""
-    some = ", ".join(f"'{name}'" for name in islice(names, most))
+    some = ", ".join(f"{quote}{name}{quote}" for name in islice(names, most))
     return some + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def counted(count: int, what: str) -> str:
+    """``1 sample``, ``2 samples``."""
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def choice(called: str, value: Any, choices: Iterable[str], spellings: Mapping[str, str] | None = None) -> str:

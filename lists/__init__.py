@@ -36,5 +36,10 @@ from amp_transpiler.lists._places import (
     place_traits as place_traits,
 )
 from amp_transpiler.lists._roundings import Roundings as Roundings, roundings as roundings
-from amp_transpiler.lists._schemas import first_opset as first_opset, plain_domain as plain_domain
+from amp_transpiler.lists._schemas import (
+    first_opset as first_opset,
+    full_name as full_name,
+    plain_domain as plain_domain,
+    split_name as split_name,
+)
 from amp_transpiler.lists.amp_lists import AutoMixedPrecisionLists as AutoMixedPrecisionLists

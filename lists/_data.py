@@ -10,7 +10,7 @@ from onnx import defs
 
 from amp_transpiler.errors import ListError, ListTypeError
 from amp_transpiler.lists._kernels import runtime_operators
-from amp_transpiler.lists._schemas import near_matches, read_text, schemas, split_name
+from amp_transpiler.lists._schemas import full_name, near_matches, read_text, schemas, split_name
 
 #: Inputs and outputs that stay fp32, by operator; ``ops/`` fills it.
 _KEPT_FP32: dict[str, tuple[frozenset[int], frozenset[int]]] = {}
@@ -132,7 +132,7 @@ def kept_fp32(op_type: str, domain: str = "") -> tuple[frozenset[int], frozenset
     They hold the scale, bias and statistics of a normalisation. Whether the operator's schema lets such a slot differ
     in type from the data is not said here: where it does not, the lowering casts the fp32 value at the slot.
     """
-    return _KEPT_FP32.get(f"{domain}::{op_type}" if domain else op_type, _NONE_KEPT)
+    return _KEPT_FP32.get(full_name(op_type, domain), _NONE_KEPT)
 
 
 def resolve(name: str) -> tuple[str, ...]:
@@ -162,7 +162,7 @@ def resolve(name: str) -> tuple[str, ...]:
     domain, op_type = split_name(name)
     known = {each for of, each in schemas() if of == domain} | runtime_operators(domain)
     if op_type in known or (domain and not known):
-        return (f"{domain}::{op_type}" if domain else op_type,)
+        return (full_name(op_type, domain),)
     candidates = known | (set(aliases) if not domain else set())
     raise ListError(
         f"Operator list: no operator has the name '{name}'.{near_matches(op_type, candidates)} Expected an ONNX "

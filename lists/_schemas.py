@@ -26,6 +26,11 @@ def split_name(name: str) -> tuple[str, str]:
     return plain_domain(domain), op_type
 
 
+def full_name(op_type: str, domain: str) -> str:
+    """``Type``, or ``domain::Type`` of an operator of another domain than ai.onnx."""
+    return f"{domain}::{op_type}" if domain else op_type
+
+
 @cache
 def schemas() -> Mapping[tuple[str, str], defs.OpSchema]:
     """The newest schema of every operator that onnx knows, deprecated ones included, by domain and type."""

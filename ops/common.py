@@ -56,6 +56,12 @@ def shape_of(e: Emitter, index: int) -> tuple[int, ...]:
     return shape
 
 
+def along_last_axis(softmax: Operator, rank: int | None) -> bool:
+    """Whether a Softmax of tensors of this rank is along their last axis; its axis had another default before 13."""
+    axis = int(softmax.attrs.get("axis", -1 if softmax.program.opset() >= 13 else 1))
+    return axis == -1 or (rank is not None and axis == rank - 1)
+
+
 def once(e: Emitter, key: str, make: Callable[[], Value]) -> Value:
     """What ``make`` writes, written once in a model."""
     if key not in e.shared:

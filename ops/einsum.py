@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from amp_transpiler.ir.emitter import Value
+from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ops.common import size_of
 
 
@@ -24,15 +25,23 @@ def labels_of(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
     return terms, "".join([*dots, *sorted(label for label in set(letters) if letters.count(label) == 1)])
 
 
-def sizes_of(terms: Sequence[str], shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-    """The size of each label; an operand may have 1 there, and is repeated."""
+def terms_of(attrs: Mapping[str, Any], shapes: Sequence[Sequence[int]]) -> tuple[list[str], str, dict[str, int]]:
+    """The labels of each operand and of the result of an Einsum with these attributes, and the size of each label; an
+    operand may have 1 there, and is repeated."""
+    terms, result = labels_of(str(attrs["equation"]), [len(shape) for shape in shapes])
     sizes: dict[str, int] = {}
     for term, shape in zip(terms, shapes, strict=True):
         for label, size in zip(term, shape, strict=True):
             sizes[label] = size if sizes.get(label, 1) == 1 else sizes[label]
-    return sizes
+    return terms, result, sizes
 
 
-def unrepeated(term: str, value: Value, sizes: dict[str, int]) -> str:
-    """The labels along which an operand is not repeated."""
-    return "".join(k for k, size in zip(term, size_of(value), strict=True) if size == sizes[k])
+def unrepeated(
+    e: Emitter, terms: Sequence[str], values: Sequence[Value], sizes: Mapping[str, int]
+) -> tuple[list[str], list[Value]]:
+    """The labels along which operands are not repeated, and the operands without the others."""
+    read = [
+        "".join(k for k, size in zip(term, size_of(v), strict=True) if size == sizes[k])
+        for term, v in zip(terms, values, strict=True)
+    ]
+    return read, [e.reshape(v, [sizes[label] for label in term]) for term, v in zip(read, values, strict=True)]

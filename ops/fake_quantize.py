@@ -36,12 +36,12 @@ def quantizer(op: Operator) -> Operator | None:
 
     A Clip may lie between, as torch writes it for 7 bits.
     """
-    if op.type != _DEQUANTIZE or op.domain:
+    if op.full_type != _DEQUANTIZE:
         return None
     before = _made_by(op.input(0))
-    if before is not None and before.type == "Clip" and not before.domain:
+    if before is not None and before.full_type == "Clip":
         before = _made_by(before.input(0))
-    return before if before is not None and before.type == _QUANTIZE and not before.domain else None
+    return before if before is not None and before.full_type == _QUANTIZE else None
 
 
 def limits(op: Operator) -> dict[str, int]:
@@ -58,7 +58,7 @@ def limits(op: Operator) -> dict[str, int]:
 
 def stored_quantised(program: Graph) -> str:
     """What to say of weights that are stored as integers, for a DequantizeLinear to read; "" where there are none."""
-    read = [op.input(0) for op in program.operators if op.type == _DEQUANTIZE and not op.domain]
+    read = [op.input(0) for op in program.operators if op.full_type == _DEQUANTIZE]
     names = list(dict.fromkeys(v.name for v in read if v is not None and _is_stored(v)))
     if not names:
         return ""
@@ -87,7 +87,7 @@ def _number(variable: Variable | None) -> int | None:
 def _array(variable: Variable | None) -> np.ndarray | None:
     """The content of a constant, however many channels it has numbers for."""
     if variable is None or variable.persistable or variable.is_input or variable.data is None:
-        return None if variable is None else constant_array(variable)
+        return constant_array(variable)
     return as_array(variable.data)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from amp_transpiler.ir.constant_data import constant_array
+from amp_transpiler.ir.constant_data import constant_number
 from amp_transpiler.ir.decompose import Parts, decomposition
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits
@@ -85,10 +85,10 @@ def _matrix(d: Parts, samples: int, whole: int, back: bool, one_sided: bool) -> 
 
 
 def _number(d: Parts, variable: Variable, name: str) -> int:
-    array = constant_array(variable)
-    if array is None or array.size != 1:
+    number = constant_number(variable)
+    if number is None:
         raise d.error(f"its {name} is computed")
-    return int(array.reshape(-1)[0])
+    return int(number)
 
 
 def _ordered(d: Parts, x: Variable, order: list[int]) -> Variable:

@@ -18,8 +18,8 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.intervals import Interval, Ranges, product as interval_product, total, weighted
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import SlotShapes, flops, gradient, range_rule, traits
-from amp_transpiler.ops.common import Grads, reshaped, shape_of, size_of, summed
-from amp_transpiler.ops.einsum import labels_of, sizes_of, unrepeated
+from amp_transpiler.ops.common import Grads, along_last_axis, reshaped, shape_of, size_of, summed
+from amp_transpiler.ops.einsum import terms_of, unrepeated
 from amp_transpiler.ops.gpu_kernels import product
 
 
@@ -107,10 +107,8 @@ def einsum(e: Emitter, op: Operator, xs: list[Value], dy: Value) -> Grads:
 
     An operand that was broadcast along a label has size 1 there: it is read without that label.
     """
-    terms, result = labels_of(str(op.attrs["equation"]), [len(size_of(x)) for x in xs])
-    sizes = sizes_of(terms, [size_of(x) for x in xs])
-    read = [unrepeated(term, x, sizes) for term, x in zip(terms, xs, strict=True)]
-    values = [e.reshape(x, [sizes[label] for label in term]) for term, x in zip(read, xs, strict=True)]
+    terms, result, sizes = terms_of(op.attrs, [size_of(x) for x in xs])
+    read, values = unrepeated(e, terms, xs, sizes)
     grads: list[Value | None] = []
     for i, term in enumerate(read):
         if not e.wants(i):
@@ -195,9 +193,8 @@ def _is_softmax(variable: Variable | None) -> bool:
     op = variable.producer if variable is not None else None
     if op is None or op.full_type != "Softmax":
         return False
-    axis = int(op.attrs.get("axis", -1 if op.program.opset() >= 13 else 1))
-    shape = op.outputs[0].shape if op.outputs[0] is not None else None
-    return axis == -1 or (shape is not None and axis == len(shape) - 1)
+    made = op.outputs[0]
+    return along_last_axis(op, None if made is None or made.shape is None else len(made.shape))
 
 
 @flops("MatMul", "Gemm", f"{DOMAIN}::FusedMatMul", f"{DOMAIN}::TransposeMatMul", f"{DOMAIN}::FusedGemm")
@@ -212,14 +209,6 @@ def product_flops(attrs: Mapping[str, Any], inputs: SlotShapes, outputs: SlotSha
 
 @flops("Einsum")
 def einsum_flops(attrs: Mapping[str, Any], inputs: SlotShapes, outputs: SlotShapes) -> int:
-    """An operation for each operand and each value of all letters together; dimensions of "..." count from the last."""
-    terms = str(attrs["equation"]).replace(" ", "").split("->")[0].split(",")
-    sizes: dict[str | int, int] = {}
-    for term, shape in zip(terms, inputs, strict=True):
-        assert shape is not None
-        before, dots, after = term.partition("...")
-        covered = len(shape) - len(before) - len(after) if dots else 0
-        keys = [*before, *range(-covered, 0), *after]
-        for key, size in zip(keys, shape, strict=True):
-            sizes[key] = max(size, sizes.get(key, 1))
+    """An operation for each operand and each value of all labels together."""
+    terms, _, sizes = terms_of(attrs, [shape for shape in inputs if shape is not None])
     return len(terms) * math.prod(sizes.values())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,12 +16,18 @@ from amp_transpiler.ops.common import once, size_of
 from amp_transpiler.ops.gpu_kernels import product as matrix_product
 from amp_transpiler.ops.training.rows import products, state_as
 
+#: Of a norm that names none.
 EPSILON = 1e-5
 
 
-def epsilon_of(op: Operator) -> float:
-    """What is added to a variance."""
-    return float(op.attrs.get("epsilon", EPSILON))
+class _Norm(Protocol):
+    @property
+    def attrs(self) -> Mapping[str, Any]: ...
+
+
+def epsilon_of(norm: _Norm) -> float:
+    """What is added to a variance or to a mean square."""
+    return float(norm.attrs.get("epsilon", EPSILON))
 
 
 def mixes_types(op: Operator) -> bool:

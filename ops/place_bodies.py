@@ -18,7 +18,7 @@ import onnx
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.types import FLOATS, HALF
 from amp_transpiler.ops.common import scaled_by, size_of
-from amp_transpiler.ops.einsum import labels_of, sizes_of, unrepeated
+from amp_transpiler.ops.einsum import terms_of, unrepeated
 from amp_transpiler.ops.elementwise import limited
 
 
@@ -281,10 +281,8 @@ def _einsum(e: Emitter, op: Asked, *values: Value) -> Sequence[Value] | None:
     """With letters for dots, and operands without the axes along which they are repeated."""
     if any(v.shape is None or v.dtype not in ("float16", "float32") for v in values):
         return None
-    terms, result = labels_of(str(op.attrs["equation"]), [len(size_of(v)) for v in values])
-    sizes = sizes_of(terms, [size_of(v) for v in values])
-    read = [unrepeated(term, v, sizes) for term, v in zip(terms, values, strict=True)]
-    apart = [e.reshape(v, [sizes[label] for label in term]) for v, term in zip(values, read, strict=True)]
+    terms, result, sizes = terms_of(op.attrs, [size_of(v) for v in values])
+    read, apart = unrepeated(e, terms, values, sizes)
     return [e.Einsum(*apart, equation=f"{','.join(read)}->{result}", shape=[sizes[label] for label in result])]
 
 

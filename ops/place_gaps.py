@@ -103,7 +103,7 @@ def instance_normalization(d: Parts, op: Operator, x: Variable, scale: Variable,
     sizes = static(x.shape[2:] if x.shape else None)
     width = [math.prod(sizes)] if sizes else d.Slice(d.Shape(rows), [2], [3], [0])
     unit = d.Expand(d.const([1.0], x.dtype), width)
-    y = d.LayerNormalization(rows, unit, axis=-1, epsilon=d.number("epsilon", 1e-5))
+    y = d.LayerNormalization(rows, unit, axis=-1, epsilon=epsilon_of(op))
     for type_, factor, neutral in (("Mul", scale, 1), ("Add", bias, 0)):
         known = constant_array(factor)
         if known is None or not np.array_equal(known, np.full_like(known, neutral)):

@@ -96,7 +96,7 @@ def nearest_resize(
 
 def _repeats(d: Parts, op: Operator, x: Variable, scales: Maybe) -> list[int]:
     """How often each row and column is repeated, by the sizes or, where those are open, by the scales."""
-    made, known = op.output(0), None if scales is None else constant_array(scales)
+    made, known = op.output(0), constant_array(scales)
     source, target = (static(v.shape[1:] if v is not None and v.shape else None) for v in (x, made))
     if source is not None and target is not None:
         factors = [to / size if size else 0.0 for to, size in zip(target, source, strict=True)]
@@ -124,7 +124,7 @@ def pad(
 
 def _around(d: Parts, x: Variable, pads: Maybe, axes: Maybe) -> dict[int, tuple[int, int]]:
     """How much stands before and behind each axis that has any."""
-    count, rank = None if pads is None else constant_array(pads), d.rank(x)
+    count, rank = constant_array(pads), d.rank(x)
     padded = np.arange(rank) if axes is None else constant_array(axes)
     if count is None or padded is None or (count < 0).any():
         raise d.error("how much it adds is computed, or less than nothing")
@@ -156,7 +156,7 @@ def _handed_on(op: Operator, around: dict[int, tuple[int, int]]) -> bool:
 
 def _own_padding(op: Operator) -> list[int] | None:
     """How much a convolution pads; None of one that pads by sizes, and of other operators."""
-    kernel = op.inputs[1] if op.type == "Conv" and not op.domain else None
+    kernel = op.inputs[1] if op.full_type == "Conv" else None
     if kernel is None or kernel.shape is None or str(op.attrs.get("auto_pad", "NOTSET")) != "NOTSET":
         return None
     return [int(n) for n in op.attrs.get("pads") or [0] * 2 * (len(kernel.shape) - 2)]

@@ -27,7 +27,7 @@ Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 def _rounds(op: Operator) -> bool:
     """Whether sizes may be rounded products of scales."""
     given = op.input(2)
-    scales = None if given is None else constant_array(given)
+    scales = constant_array(given)
     return scales is not None and bool((scales * 2.0**12 % 1 != 0).any())
 
 

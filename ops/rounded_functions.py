@@ -12,6 +12,7 @@ import numpy as np
 from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ops.common import padded, size_of
+from amp_transpiler.ops.norm_parts import epsilon_of
 from amp_transpiler.ops.rounded_sums import Summed, in_lanes, in_turn, rounded_sum
 
 #: Lanes that share a softmax.
@@ -125,7 +126,7 @@ def _normed(e: Emitter, op: Summed, x: Value, scale: Value, bias: Value | None, 
         mean = e.ReduceMean(wide, over, keepdims=1, shape=kept)
         squares = e.Sub(squares, e.Mul(mean, mean, shape=kept), shape=kept)
         x = e.Sub(x, e.cast(mean, x.dtype), shape=shape)
-    epsilon = e.const(np.float32(op.attrs.get("epsilon", 1e-5)))
+    epsilon = e.const(np.float32(epsilon_of(op)))
     inverse = e.Div(e.const(1, "float32"), e.Sqrt(e.Add(squares, epsilon, shape=kept), shape=kept), shape=kept)
     scaled = e.Mul(e.Mul(x, e.cast(inverse, x.dtype), shape=shape), scale, shape=shape)
     return scaled if bias is None else e.Add(scaled, bias, shape=shape)
@@ -149,7 +150,7 @@ def _batch_norm(e: Emitter, op: Summed, x: Value, *rest: Value) -> Value | None:
         return None
     column = (size_of(rest[0])[0], *[1] * (len(shape) - 2))
     scale, bias, mean, variance = (e.reshape(v, column) for v in rest)
-    spread = e.Sqrt(e.Add(variance, _cut(e, op.attrs.get("epsilon", 1e-5), x), shape=column), shape=column)
+    spread = e.Sqrt(e.Add(variance, _cut(e, epsilon_of(op), x), shape=column), shape=column)
     inverse = e.Div(e.like(1, x), spread, shape=column)
     scaled = e.Mul(e.Mul(e.Sub(x, mean, shape=shape), inverse, shape=shape), scale, shape=shape)
     return e.Add(scaled, bias, shape=shape)
@@ -165,7 +166,7 @@ def _instance_norm(e: Emitter, op: Summed, x: Value, scale: Value, bias: Value) 
     kept, column = (*shape[:2], *[1] * (len(shape) - 2)), (shape[1], *[1] * (len(shape) - 2))
     mean = e.ReduceMean(wide, over, keepdims=1, shape=kept)
     squares = e.ReduceMean(e.Mul(wide, wide, shape=shape), over, keepdims=1, shape=kept)
-    epsilon = e.const(np.float32(op.attrs.get("epsilon", 1e-5)))
+    epsilon = e.const(np.float32(epsilon_of(op)))
     spread = e.Add(e.Sub(squares, e.Mul(mean, mean, shape=kept), shape=kept), epsilon, shape=kept)
     inverse = e.Div(e.const(1, "float32"), e.Sqrt(spread, shape=kept), shape=kept)
     factor, shift = (e.reshape(e.cast(v, "float32"), column) for v in (scale, bias))

@@ -17,7 +17,7 @@ import onnx
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ops.common import padded, scaled_by, size_of
 from amp_transpiler.ops.conv import transposed_window
-from amp_transpiler.ops.einsum import labels_of, sizes_of
+from amp_transpiler.ops.einsum import terms_of
 from amp_transpiler.ops.pool import window_by_runtime, window_counts
 from amp_transpiler.ops.window import Window, window_by
 
@@ -145,8 +145,7 @@ def _gemm(e: Emitter, op: Summed, a: Value, b: Value, c: Value | None = None) ->
 @rounded_sum("Einsum")
 def _einsum(e: Emitter, op: Summed, *values: Value) -> Value | None:
     """Sums go through their labels in the order of letters, the last one fastest."""
-    terms, result = labels_of(str(op.attrs["equation"]), [len(size_of(v)) for v in values])
-    sizes = sizes_of(terms, [size_of(v) for v in values])
+    terms, result, sizes = terms_of(op.attrs, [size_of(v) for v in values])
     if 0 in sizes.values():
         return None
     summed = sorted(sizes.keys() - set(result))

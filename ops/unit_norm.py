@@ -25,8 +25,7 @@ from amp_transpiler.lists import keep_fp32
 from amp_transpiler.ops.common import Grads, size_of, summed_to
 from amp_transpiler.ops.gpu_kernels import along_rows, column_product, product
 from amp_transpiler.ops.norm import normalised_range
-
-_EPSILON = 1e-5
+from amp_transpiler.ops.norm_parts import epsilon_of
 
 
 @gradient("LpNormalization", "x0 y0 dy0", native=True)
@@ -83,9 +82,7 @@ def _band(size: int, before: int, after: int) -> np.ndarray[Any, Any]:
 @decomposition("RMSNormalization")
 def rms_normalization(d: Parts, op: Operator, x: Variable, scale: Variable) -> list[Variable]:
     """Y = x / sqrt(mean(x²) + epsilon) * scale, the quotient in the type ``stash_type`` (fp32)."""
-    axis = d.whole("axis", -1)
-    axes = list(range(axis, 0)) if axis < 0 else list(range(axis, d.rank(x)))
-    normal = rms(d, x, axes, d.number("epsilon", 1e-5))[0]
+    normal, _ = _along_last_axes(d, op, x)
     return [d.Mul(d.cast(normal, x.dtype), d.cast(scale, x.dtype))]
 
 
@@ -98,12 +95,15 @@ def rms(d: Parts, x: Variable, axes: list[int], epsilon: float) -> tuple[Variabl
         return d.Mul(wide, inverse), inverse
 
 
+def _along_last_axes(d: Parts, op: Operator, x: Variable) -> tuple[Variable, Variable]:
+    axis = d.whole("axis", -1)
+    return rms(d, x, list(range(axis, 0) if axis < 0 else range(axis, d.rank(x))), epsilon_of(op))
+
+
 @decomposition("SimplifiedLayerNormalization", f"{DOMAIN}::SimplifiedLayerNormalization")
 def simplified_layer_normalization(d: Parts, op: Operator, x: Variable, scale: Variable) -> list[Variable]:
     """RMSNormalization by its older name; the inverse root is its second output."""
-    axis = d.whole("axis", -1)
-    axes = list(range(axis, 0)) if axis < 0 else list(range(axis, d.rank(x)))
-    normal, inverse = rms(d, x, axes, d.number("epsilon", 1e-5))
+    normal, inverse = _along_last_axes(d, op, x)
     return [d.Mul(d.cast(normal, x.dtype), scale), inverse]
 
 
@@ -123,7 +123,7 @@ def _needs_rule(op: Operator) -> bool:
 def simplified_layer_normalization_rule(e: Emitter, op: Operator, x: Value, scale: Value) -> Sequence[Value]:
     """The operator itself, with a scale of the type of X."""
     outputs = max(i + 1 for i, v in enumerate(op.outputs) if v is not None)
-    shape, axis, epsilon = size_of(x), int(op.attrs.get("axis", -1)), float(op.attrs.get("epsilon", _EPSILON))
+    shape, axis, epsilon = size_of(x), int(op.attrs.get("axis", -1)), epsilon_of(op)
     rows, scale = (*shape[:axis], *(1 for _ in shape[axis:])), e.cast(scale, x.dtype)
     if outputs > 1 and not _gives_roots(e):
         normal, r = _over_root(e, e.reshape(x, (prod(rows), prod(shape[axis:]))), epsilon)
@@ -136,7 +136,7 @@ def simplified_layer_normalization_gradient(e: Emitter, op: Operator, x: Value, 
     """With r = 1 / sqrt(mean(x²) + epsilon) and n = x r: dscale = sum(dy n), dx = r (d - n mean(d n)), d = dy scale."""
     shape, axis = size_of(x), int(op.attrs.get("axis", -1))
     matrix = (prod(shape[:axis]), width := prod(shape[axis:]))
-    normal, r = _over_root(e, e.reshape(x, matrix), float(op.attrs.get("epsilon", _EPSILON)))
+    normal, r = _over_root(e, e.reshape(x, matrix), epsilon_of(op))
     rows, factor = e.reshape(dy, matrix), e.reshape(e.cast(scale, x.dtype), (width,))
     weighed, dx = e.Mul(rows, normal), None
     if e.wants(0):

@@ -6,7 +6,8 @@ import argparse
 import json
 import os
 
-from amp_transpiler.cli.terminal import many, number, printable
+from amp_transpiler.cli.conversion_arguments import add_tolerance
+from amp_transpiler.cli.terminal import many, number, one_of, printable
 from amp_transpiler.conversion.check_model import check_model
 from amp_transpiler.files import array_files, check_outputs, put, write_files
 from amp_transpiler.ir.locations import model_files
@@ -18,18 +19,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL.onnx", help="a model with 16-bit operators, made by any converter")
     parser.add_argument(
         "--place",
-        metavar="{" + ",".join(place_kinds()) + "}",
+        metavar=one_of(place_kinds()),
         default=USUAL_PLACE,
         help="whose kernels and roundings count (default: %(default)s); no device is needed",
     )
     samples = "samples of the inputs: npz files, or folders of npz or npy files (default: one sample of normal numbers)"
     many(parser, "--data", "FILE", samples)
-    parser.add_argument(
-        "--tolerance",
-        type=number,
-        metavar="ERROR",
-        help="largest relative L2 error allowed at an output (default: 0.01, bfloat16 0.05)",
-    )
+    add_tolerance(parser)
     parser.add_argument(
         "--time-budget", type=number, metavar="SECONDS", help="for one run of the model (default: no end)"
     )

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import argparse
 
-from amp_transpiler.cli.terminal import many, number
+from amp_transpiler.cli.terminal import many, number, one_of
 from amp_transpiler.conversion.conversion_options import MODES, TOLERANCE, ConversionOptions
 from amp_transpiler.lists import half_places
 
 
 def add_precision_options(parser: argparse.ArgumentParser) -> None:
     """How much becomes 16 bit, and of which type."""
-    modes, types = "{" + ",".join(MODES) + "}", "{" + ",".join(TOLERANCE) + "}"
     parser.add_argument(
         "--mode",
-        metavar=modes,
+        metavar=one_of(MODES),
         default=ConversionOptions.mode,
         help="pure: 16 bit wherever it is profitable; mixed: matrix products, convolutions and what lies between them; "
         "auto: as much as calibration data allow (default: %(default)s)",
     )
     parser.add_argument(
-        "--dtype", metavar=types, default=ConversionOptions.dtype, help="the 16-bit type (default: %(default)s)"
+        "--dtype",
+        metavar=one_of(TOLERANCE),
+        default=ConversionOptions.dtype,
+        help="the 16-bit type (default: %(default)s)",
     )
+
+
+def add_tolerance(parser: argparse._ActionsContainer) -> None:
+    """How far off outputs may be."""
+    text = "largest relative L2 error allowed at an output (default: {float16:g}, bfloat16 {bfloat16:g})"
+    parser.add_argument("--tolerance", type=number, metavar="ERROR", help=text.format(**TOLERANCE))
 
 
 def add_conversion_options(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +56,7 @@ def add_conversion_options(parser: argparse.ArgumentParser) -> None:
     )
     where.add_argument(
         "--place",
-        metavar="{" + ",".join(half_places()) + "}",
+        metavar=one_of(half_places()),
         default=ConversionOptions.place,
         help="where the model will run: its kernels decide what stays fp32 (default: %(default)s)",
     )
@@ -59,12 +67,7 @@ def add_conversion_options(parser: argparse.ArgumentParser) -> None:
     kept.add_argument("--no-keep-io", action="store_true", help="float32 inputs and outputs become 16 bit")
     data = parser.add_argument_group("calibration")
     many(data, "--calibration", "FILE", "samples of the inputs: npz files, or folders of npz or npy files")
-    data.add_argument(
-        "--tolerance",
-        type=number,
-        metavar="ERROR",
-        help="largest relative L2 error allowed at an output (default: 0.01, bfloat16 0.05)",
-    )
+    add_tolerance(data)
     many(
         data,
         "--input-range",

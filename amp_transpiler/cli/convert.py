@@ -27,6 +27,7 @@ from amp_transpiler.files import Group, array_files, check_outputs, put
 from amp_transpiler.ir.external import check_unnamed
 from amp_transpiler.ir.locations import model_files, model_size, total_size
 from amp_transpiler.ir.onnx_out import save
+from amp_transpiler.option_checks import listed
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.budget import available_memory
 from amp_transpiler.stops import stop_of
@@ -168,8 +169,7 @@ def _summary(program: Program, arguments: argparse.Namespace, before: int, after
     for note in done.constants:
         actions.setdefault(note.action, []).append(note.name)
     for action, names in actions.items():
-        some = f"{', '.join(names[:2])}{f' and {len(names) - 2} more' if len(names) > 2 else ''}"
-        lines.append(f"  constant{'s' * (len(names) > 1)} {some}: {action}")
+        lines.append(f"  constant{'s' * (len(names) > 1)} {listed(names, 2, quote='')}: {action}")
     lines += [f"  {line}" for line in (*done.notes, *done.rounds)]
     if arguments.calibration:  # without, the check tells what it measured
         lines += [f"  output '{name}': relative error {error:.3g}" for name, error in done.outputs.items()]

@@ -9,11 +9,10 @@ from amp_transpiler.cli import cost, plan_ranks
 from amp_transpiler.cli.diff import sizes
 from amp_transpiler.cli.terminal import printable
 from amp_transpiler.errors import ArgumentError
-from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.passes.canonicalize.inlining import TryInlineFunctions
 from amp_transpiler.passes.pipeline import Pipeline
 from amp_transpiler.passes.view.kernel_faults import is_foreign, leaves
+from amp_transpiler.passes.view.typing import float_type
 from amp_transpiler.program import Program
 
 
@@ -61,7 +60,7 @@ def _operators(program: Program) -> str:
     """A table: how many operators of each type work on each floating-point type."""
     counts: Counter[tuple[str, str]] = Counter()
     for op in program.walk():
-        counts[printable(op.full_type), _float(op) or "no float"] += 1
+        counts[printable(op.full_type), float_type(op, "no float")] += 1
     kinds = sorted({kind for _, kind in counts})
     types = sorted({type_ for type_, _ in counts})
     width = max([len(t) for t in types], default=8)
@@ -72,10 +71,6 @@ def _operators(program: Program) -> str:
     lines.append(f"{'total':<{width}} {total}")
     lines.append(f"opset {program.opset()}, {sum(counts.values())} operators")
     return "\n".join(lines)
-
-
-def _float(op: Operator) -> str:
-    return next((str(v.dtype) for v in (*op.outputs, *op.inputs) if v is not None and v.dtype in FLOATS), "")
 
 
 def _placement(program: Program) -> str:

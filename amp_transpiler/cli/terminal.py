@@ -11,7 +11,7 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -59,6 +59,11 @@ def typed(argument: str) -> str:
         return argument.encode("utf-8", "surrogateescape").decode("utf-8")
     except UnicodeDecodeError:
         return argument
+
+
+def one_of(words: Iterable[str]) -> str:
+    """How help shows an option that takes one of some words."""
+    return "{" + ",".join(words) + "}"
 
 
 def many(group: argparse._ActionsContainer, flag: str, metavar: str, text: str) -> None:

@@ -30,6 +30,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.types import LIMITS
+from amp_transpiler.option_checks import counted
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.masks import Masks
 from amp_transpiler.passes.numerics.saturation import saturated
@@ -251,9 +252,7 @@ class _Search:
 
     def _progress(self, what: str) -> None:
         self.runs += 1
-        count = len(self.batches)
-        samples = f"{count} sample{'s' * (count != 1)}"
-        line = f"run {self.runs} of at most {self.most} on {samples}: {what}"
+        line = f"run {self.runs} of at most {self.most} on {counted(len(self.batches), 'sample')}: {what}"
         self.options.tell(Stage(line, self.runs, self.most))
 
 
@@ -301,7 +300,7 @@ def _operators(program: Program, dtype: str) -> int:
 
 
 def _count(operators: Sequence[int]) -> str:
-    return f"{len(operators)} operator{'s' * (len(operators) != 1)}"
+    return counted(len(operators), "operator")
 
 
 def _percent(error: float) -> str:

@@ -16,7 +16,6 @@ from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOpti
 from amp_transpiler.conversion.dense_constants import DenseConstants
 from amp_transpiler.conversion.fold_channels import FoldChannels
 from amp_transpiler.conversion.fold_constants import FoldConstants
-from amp_transpiler.conversion.invert_triangles import InvertTriangles
 from amp_transpiler.conversion.io_types import NarrowIo
 from amp_transpiler.conversion.other_type import WidenOther
 from amp_transpiler.conversion.products_first import ProductsFirst
@@ -26,9 +25,8 @@ from amp_transpiler.conversion.rescale_factors import RescaleFactors
 from amp_transpiler.conversion.steps import ASSIGNMENT, CONSTRAINTS, Constrain, FreezeWeights, Partition
 from amp_transpiler.conversion.verdict import judge
 from amp_transpiler.conversion.write_fused import WriteFused
-from amp_transpiler.conversion.write_hard_swishes import WriteHardSwishes
 from amp_transpiler.conversion.write_lacking import WriteLacking
-from amp_transpiler.conversion.write_norms import WriteNorms
+from amp_transpiler.conversion.write_whole import InvertTriangles, WriteHardSwishes, WriteNorms
 from amp_transpiler.ir.gc_pause import collector_paused
 from amp_transpiler.ir.oldest_forms import OLDEST, bring_to_oldest
 from amp_transpiler.ir.onnx_in import load

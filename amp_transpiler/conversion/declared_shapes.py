@@ -59,9 +59,9 @@ def shape_of(variable: Variable | None) -> Variable | None:
 def _reader(variable: Variable | None) -> Operator | None:
     """The Shape that makes a variable; TensorFlow's exporter casts what it makes."""
     made = None if variable is None else variable.producer
-    while made is not None and made.type == "Cast" and not made.domain and made.attrs["to"] in _INTEGERS:
+    while made is not None and made.full_type == "Cast" and made.attrs["to"] in _INTEGERS:
         made = None if made.inputs[0] is None else made.inputs[0].producer
-    return made if made is not None and made.type == "Shape" and not made.domain else None
+    return made if made is not None and made.full_type == "Shape" else None
 
 
 def _sizes(variable: Variable | None) -> list[int | None] | None:

@@ -65,7 +65,7 @@ def _sparse(program: Graph) -> Iterator[tuple[Variable, onnx.SparseTensorProto]]
             data = variable.data
             if data is None:
                 producer = variable.producer
-                if producer is None or producer.type != "Constant" or producer.domain:
+                if producer is None or producer.full_type != "Constant":
                     continue  # as most
                 data = producer.attrs.get("sparse_value")
             if isinstance(data, onnx.SparseTensorProto) and tensor_type(data)[0] in FLOATS:

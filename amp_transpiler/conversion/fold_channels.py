@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from amp_transpiler.conversion.conversion_options import OPTIONS
-from amp_transpiler.conversion.protected import converted, protected
+from amp_transpiler.conversion.conversion_options import ConversionOptions
+from amp_transpiler.conversion.simplification import Simplification
 from amp_transpiler.ir.constant_data import constant_array
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
@@ -18,8 +18,6 @@ from amp_transpiler.ir.proto_residue import listed_inputs
 from amp_transpiler.ir.types import LIMITS
 from amp_transpiler.ops.place_gaps import affine_map
 from amp_transpiler.passes.canonicalize.matching import alone, only_reader
-from amp_transpiler.passes.canonicalize.simplify import remove_dead
-from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.view.of_type import of_type
 from amp_transpiler.passes.view.typing import programs
 
@@ -31,29 +29,20 @@ _WEIGHTS = 1 << 24
 _CHANNELS = {"Conv": 0, "ConvTranspose": 1}
 
 
-class FoldChannels(Pass):
+class FoldChannels(Simplification):
     """A BatchNormalization of what a convolution makes for it alone, or a number of each channel that is added to that,
     goes into the weights of the convolution."""
 
     name = "fold-channels"
-    needs = (Property.TYPED, Property.CONSTANTS, OPTIONS)
 
-    def applies(self, graph: Graph, context: Context) -> bool:
-        return not converted(graph)
-
-    def run(self, graph: Graph, context: Context) -> None:
-        options = context[OPTIONS]
+    def simplify(
+        self, graph: Graph, names: frozenset[str], keep: frozenset[Operator], options: ConversionOptions
+    ) -> None:
         convs, after = ([kind for kind in kinds if not options.binds_full(kind)] for kinds in (_CHANNELS, _AFTER))
-        folding: _Folding | None = None
-        folded = False
+        folding = _Folding(names, keep, listed_inputs(graph), tuple(convs), LIMITS[options.dtype].largest)
         for each in programs(graph):
-            if of_type(each, *convs):
-                if folding is None:
-                    names, keep = protected(graph, options)
-                    folding = _Folding(names, keep, listed_inputs(graph), tuple(convs), LIMITS[options.dtype].largest)
-                folded |= any([folding.fold(op) for op in of_type(each, *after)])
-        if folding is not None and folded:
-            remove_dead(graph, folding.names, folding.keep)
+            for op in of_type(each, *after) if of_type(each, *convs) else ():
+                folding.fold(op)
 
 
 @dataclass(frozen=True)
@@ -67,33 +56,33 @@ class _Folding:
     convs: tuple[str, ...]
     largest: float
 
-    def fold(self, op: Operator) -> bool:
-        """Let the convolution compute both, where all is constant; whether it does."""
+    def fold(self, op: Operator) -> None:
+        """Let the convolution compute both, where all is constant."""
         conv = next((each for v in op.inputs[:2] if (each := alone(v, self.convs, self.names)) is not None), None)
         made = op.output(0)
         if conv is None or made is None or made.name in self.names or not self.keep.isdisjoint((conv, op)):
-            return False
+            return
         data, weights, bias = conv.outputs[0], conv.input(1), conv.input(2)
         others = [v for v in (*conv.inputs[1:], *op.inputs) if v is not data]
         if not self.listed.isdisjoint(others) or any(v is not None and v.name in self.names for v in others):
-            return False
-        kernel = None if weights is None else constant_array(weights, _WEIGHTS)
+            return
+        kernel = constant_array(weights, _WEIGHTS)
         start = np.zeros(()) if bias is None else constant_array(bias, _WEIGHTS)
         if data is None or weights is None or kernel is None or start is None or kernel.dtype != np.float32:
-            return False
+            return
         axis = _CHANNELS[conv.type]
         count = kernel.shape[axis] * (int(conv.attrs.get("group", 1)) if axis else 1)
         affine = affine_map(op) if op.type == "BatchNormalization" else _sum(op, data, count, kernel.ndim)
         if affine is None:
-            return False
+            return
         slope, shift = affine
         added = start * slope + shift
         same = bool((slope == 1).all())
         if not same and (only_reader(weights) is None or slope.size != kernel.shape[axis]):  # of groups
-            return False
+            return
         folded = kernel if same else kernel * slope.reshape(-1, *[1] * (kernel.ndim - axis - 1))
         if not all(np.abs(each).max(initial=0) <= self.largest for each in (folded, added)):  # nor is it no number
-            return False
+            return
         program = op.program
         if not same:
             conv.set_input(1, program.add_constant(f"{weights.name}.folded", folded.astype(np.float32)))
@@ -102,7 +91,6 @@ class _Folding:
         conv.set_output(0, None)
         conv.set_output(0, made)
         program.remove_variable(data)
-        return True
 
 
 def _sum(op: Operator, data: Variable, count: int, rank: int) -> tuple[np.ndarray, np.ndarray] | None:

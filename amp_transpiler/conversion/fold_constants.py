@@ -18,7 +18,7 @@ from amp_transpiler.conversion.declared_shapes import SHAPED, shape_of, shape_va
 from amp_transpiler.conversion.file_room import Room, connected
 from amp_transpiler.conversion.one_session import ran, range_of
 from amp_transpiler.conversion.open_reshapes import infer_open_sizes
-from amp_transpiler.conversion.protected import converted, protected
+from amp_transpiler.conversion.simplification import converted, protected
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.annotate import annotate, refine
 from amp_transpiler.ir.graph import Graph

@@ -12,7 +12,7 @@ from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.passes.canonicalize.simplify import release
 from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.precision.casts import add_cast, capture
-from amp_transpiler.passes.view.typing import programs
+from amp_transpiler.passes.view.typing import follow_outer_types
 
 
 def io_to_narrow(program: Graph, options: ConversionOptions, dtypes: Collection[str] = ("float32",)) -> frozenset[str]:
@@ -45,10 +45,7 @@ def narrow_io(program: Graph, names: Iterable[str], dtype: str) -> None:
         _narrow_input(program, variable, dtype)
     for variable in dict.fromkeys(v for v in program.outputs if v.name in wanted and v.dtype == "float32"):
         _narrow_output(program, variable, dtype)
-    for each in programs(program):  # variables of nested graphs that stand for what changed
-        for variable in each.variables if each.parent is not None else ():
-            if variable.outer is not None:
-                variable.dtype = variable.outer.dtype
+    follow_outer_types(program)
 
 
 def _narrow_input(program: Graph, variable: Variable, dtype: str) -> None:

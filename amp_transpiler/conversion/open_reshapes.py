@@ -48,7 +48,7 @@ def _is_there(op: Operator) -> bool:
     """Whether an Expand reads what a Reshape gave the sizes that it asks for, the open one read off a shape."""
     read, sizes = op.input(0), op.input(1)
     maker = None if read is None else read.producer
-    if maker is None or maker.type != "Reshape" or maker.domain or sizes is None or maker.input(1) is not sizes:
+    if maker is None or maker.full_type != "Reshape" or sizes is None or maker.input(1) is not sizes:
         return False
     joined = _joined(sizes)
     if joined is None or _sizes(sizes) is None:
@@ -60,8 +60,8 @@ def _of_a_shape(variable: Variable) -> bool:
     found: Variable | None = variable
     for _ in range(_HOPS):
         op = None if found is None else found.producer
-        if op is None or op.domain or op.type not in _PICKS:
-            return op is not None and op.type == "Shape" and not op.domain
+        if op is None or op.full_type not in _PICKS:
+            return op is not None and op.full_type == "Shape"
         found = op.input(0)
     return False
 
@@ -69,7 +69,7 @@ def _of_a_shape(variable: Variable) -> bool:
 def _joined(variable: Variable) -> Operator | None:
     """The operator that makes sizes, before casts between integer types."""
     op = variable.producer
-    while op is not None and op.type == "Cast" and not op.domain and op.inputs[0] is not None:
+    while op is not None and op.full_type == "Cast" and op.inputs[0] is not None:
         if op.inputs[0].dtype not in ("int32", "int64"):
             return None
         op = op.inputs[0].producer
@@ -79,11 +79,11 @@ def _joined(variable: Variable) -> Operator | None:
 def _sizes(variable: Variable) -> list[int] | None:
     """The sizes that a Concat joins, -1 for the one that is not known; None where that is not what they are."""
     joined = _joined(variable)
-    if joined is None or joined.type != "Concat" or joined.domain:
+    if joined is None or joined.full_type != "Concat":
         return None
     found: list[int] = []
     for piece in joined.inputs:
-        array = None if piece is None else constant_array(piece)
+        array = constant_array(piece)
         if array is not None:
             found += [int(size) for size in array.reshape(-1)]
             if min(found[-array.size :], default=1) <= 0:

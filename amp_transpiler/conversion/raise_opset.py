@@ -8,7 +8,7 @@ from functools import cache, partial
 
 from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions
 from amp_transpiler.conversion.io_types import io_to_narrow
-from amp_transpiler.conversion.protected import protected
+from amp_transpiler.conversion.simplification import protected
 from amp_transpiler.conversion.write_lacking import formed
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.annotate import annotate
@@ -21,7 +21,8 @@ from amp_transpiler.ir.nodes import Operator, Variable, origin
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.lists import TARGET_OPSET, USUAL_PLACE, has_kernel, place_traits
 from amp_transpiler.ops.place_gaps import LOST
-from amp_transpiler.passes.canonicalize.fuse_norm import MEANS, fuse_layer_norms, has_layer_norms
+from amp_transpiler.option_checks import counted
+from amp_transpiler.passes.canonicalize.fuse_norm import LAYER_NORM, MEANS, fuse_layer_norms, has_layer_norms
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.numerics.quantised import latest_opset
 from amp_transpiler.passes.partition.cut import FULL, Tensor, solve
@@ -30,15 +31,13 @@ from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.view.counted_shapes import counted_shapes
 from amp_transpiler.passes.view.typing import Obstacle, has_float, narrowed
 
-#: The opset of bfloat16 convolutions; from here on onnxruntime's CUDA provider has no MaxPool, Dropout and others.
-_LATER = 22
-#: The opset of LayerNormalization, and others that many files have.
-_LAYER_NORM = 17
+#: The opset of bfloat16 convolutions, at which kernels of CUDA are lost.
+_LATER = TARGET_OPSET + 1
 #: The opset of casts to a type and from it; 7 is the oldest that is converted.
 _CASTS = {"float16": 7, "bfloat16": 13}
 #: The opset of scales in 16 bit.
 _SCALES = 19
-_EARLIER = (13, _LAYER_NORM, _SCALES)
+_EARLIER = (13, LAYER_NORM, _SCALES)
 #: What is not counted: what is cast or held, and what no list has.
 _APART = frozenset({"Cast", "CastLike", "Constant", *WITHDRAWN})
 _HasKernel = Callable[..., bool]
@@ -80,7 +79,7 @@ def raise_for(
         except GraphError:
             continue
         found = _able(copy, dtype, able)
-        if target >= _LAYER_NORM > own:
+        if target >= LAYER_NORM > own:
             found += len(fuse_layer_norms(copy))
         lost = _lost(program, trial, copy, kernels) if target > TARGET_OPSET and found > count else []
         changed = _write_out(copy, [kind for kind in lost if kind not in kept])
@@ -121,7 +120,7 @@ def _write_out(program: Graph, kinds: Iterable[str]) -> Counter[str]:
 
 
 def _more(count: int) -> str:
-    return f"{count} more operator{'s' * (count != 1)}"
+    return counted(count, "more operator")
 
 
 def _targets(program: Graph, dtype: str, has: _HasKernel) -> tuple[int, ...]:
@@ -140,8 +139,8 @@ def _targets(program: Graph, dtype: str, has: _HasKernel) -> tuple[int, ...]:
     target = next((t for t, gain in gains.items() if gain == most), 0) if most else 0
     if own < WITHDRAWN_AT and kinds.intersection(WITHDRAWN):
         target = max(target, _EARLIER[0])
-    if own < _LAYER_NORM and kinds.intersection(MEANS) and has_layer_norms(program):
-        target = max(target, _LAYER_NORM)
+    if own < LAYER_NORM and kinds.intersection(MEANS) and has_layer_norms(program):
+        target = max(target, LAYER_NORM)
     return (target, _LATER) if dtype == "bfloat16" and later == TARGET_OPSET else (target,)
 
 

@@ -14,14 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from amp_transpiler.conversion.conversion_options import OPTIONS
-from amp_transpiler.conversion.protected import converted, protected
+from amp_transpiler.conversion.conversion_options import ConversionOptions
+from amp_transpiler.conversion.simplification import Simplification
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array, tensor_type
-from amp_transpiler.passes.canonicalize.simplify import remove_dead
 from amp_transpiler.passes.numerics.rounding_loss import TOLERANCE, error_bound, losses, relative_error
-from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.view.constants import constant_content
 from amp_transpiler.passes.view.of_type import of_type
 
@@ -58,7 +56,7 @@ def _only_added(made: Variable | None) -> bool:
 
 def _adds(op: Operator, slot: int | str, made: Variable) -> bool:
     """Whether the operator adds the tensor to another one of its shape that is no constant."""
-    other = op.input(1 - slot) if op.type == "Add" and not op.domain and isinstance(slot, int) else None
+    other = op.input(1 - slot) if op.full_type == "Add" and isinstance(slot, int) else None
     return other is not None and other is not made and other.shape == made.shape and constant_content(other) is None
 
 
@@ -176,17 +174,15 @@ def _bias(op: Operator, size: int) -> int | None:
     return None
 
 
-class RescaleFactors(Pass):
+class RescaleFactors(Simplification):
     """Factors that float16 holds too coarsely, of what is only added to something, are split off a power of two."""
 
     name = "rescale-factors"
-    needs = (Property.TYPED, Property.CONSTANTS, OPTIONS)
 
-    def applies(self, graph: Graph, context: Context) -> bool:
-        options = context[OPTIONS]
-        return options.dtype == "float16" and options.numeric_guards and not converted(graph)
+    def wanted(self, graph: Graph, options: ConversionOptions) -> bool:
+        return options.dtype == "float16" and options.numeric_guards
 
-    def run(self, graph: Graph, context: Context) -> None:
-        names, keep = protected(graph, context[OPTIONS])
-        if rescale_factors(graph, names, keep):
-            remove_dead(graph, names, keep)
+    def simplify(
+        self, graph: Graph, names: frozenset[str], keep: frozenset[Operator], options: ConversionOptions
+    ) -> None:
+        rescale_factors(graph, names, keep)

@@ -6,12 +6,13 @@ A file that was optimised for CPUs has them; the runtime of another place fuses 
 from __future__ import annotations
 
 from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions
-from amp_transpiler.conversion.protected import converted, protected
+from amp_transpiler.conversion.simplification import Simplification
 from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.decompose import decompose_operator
 from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.lists import unsupported_reason
-from amp_transpiler.passes.pipeline import Context, Pass, Property
+from amp_transpiler.passes.pipeline import Property
 
 #: What is fused -> the product in it.
 _PRODUCTS = {f"{DOMAIN}::FusedConv": "Conv", f"{DOMAIN}::FusedGemm": "Gemm"}
@@ -19,19 +20,19 @@ _PRODUCTS = {f"{DOMAIN}::FusedConv": "Conv", f"{DOMAIN}::FusedGemm": "Gemm"}
 _APART = 11
 
 
-class WriteFused(Pass):
+class WriteFused(Simplification):
     """A convolution or product that is fused with its activation is written apart where the place has kernels of the
     parts alone in 16 bit."""
 
     name = "write-fused"
     needs = (Property.TYPED, OPTIONS)
 
-    def applies(self, graph: Graph, context: Context) -> bool:
-        return graph.opset() >= _APART and bool(_apart(graph, context[OPTIONS])) and not converted(graph)
+    def wanted(self, graph: Graph, options: ConversionOptions) -> bool:
+        return graph.opset() >= _APART and bool(_apart(graph, options))
 
-    def run(self, graph: Graph, context: Context) -> None:
-        options = context[OPTIONS]
-        _, keep = protected(graph, options)
+    def simplify(
+        self, graph: Graph, names: frozenset[str], keep: frozenset[Operator], options: ConversionOptions
+    ) -> None:
         apart = _apart(graph, options)
         for op in list(graph.walk()):
             data = op.input(0)

@@ -5,37 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions
-from amp_transpiler.conversion.protected import converted, protected
+from amp_transpiler.conversion.conversion_options import ConversionOptions
+from amp_transpiler.conversion.simplification import Simplification
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.decompose import write_instead
 from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.proto_residue import listed_inputs
 from amp_transpiler.lists import unsupported_reason
 from amp_transpiler.ops.place_gaps import LACKING
-from amp_transpiler.passes.canonicalize.simplify import remove_dead
-from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.view.of_type import of_type
 from amp_transpiler.passes.view.typing import programs
 
 
-class WriteLacking(Pass):
+class WriteLacking(Simplification):
     """An operator of which the place has no kernel in 16 bit is written in others of which it has, where these give the
     same to a rounding, and products run in 16 bit: beside products in fp32 they would move more."""
 
     name = "write-lacking"
-    needs = (Property.TYPED, Property.CONSTANTS, OPTIONS)
 
-    def applies(self, graph: Graph, context: Context) -> bool:
-        return bool(_formed(graph, context[OPTIONS])) and not converted(graph)
+    def wanted(self, graph: Graph, options: ConversionOptions) -> bool:
+        return bool(formed(graph, options.dtype, options.kind, options.binds_full))
 
-    def run(self, graph: Graph, context: Context) -> None:
-        options = context[OPTIONS]
-        lacking = _formed(graph, options)
-        names, keep = protected(graph, options)
+    def simplify(
+        self, graph: Graph, names: frozenset[str], keep: frozenset[Operator], options: ConversionOptions
+    ) -> None:
+        lacking = formed(graph, options.dtype, options.kind, options.binds_full)
         listed = listed_inputs(graph)  # for which a caller may give others
-        before = graph.version
         for each in programs(graph):
             for op in [op for kind in lacking for op in of_type(each, kind)]:
                 data, made = op.input(0), op.output(0)
@@ -47,12 +44,6 @@ class WriteLacking(Pass):
                     write_instead(op, LACKING[op.type].write)
                 except GraphError:  # a form that it does not have: it stays fp32
                     continue
-        if graph.version != before:
-            remove_dead(graph, names, keep)
-
-
-def _formed(graph: Graph, options: ConversionOptions) -> list[str]:
-    return formed(graph, options.dtype, options.kind, options.binds_full)
 
 
 def formed(graph: Graph, dtype: str, place: str, bound: Callable[[str], bool]) -> list[str]:

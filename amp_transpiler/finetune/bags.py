@@ -17,7 +17,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import INTEGERS
-from amp_transpiler.nn.building import appending, fresh
+from amp_transpiler.nn.building import appending
 from amp_transpiler.nn.embeddings import bags_of_rows
 from amp_transpiler.passes.canonicalize.matching import maker, number, only_reader, remove
 from amp_transpiler.passes.view.constants import constant_content
@@ -198,7 +198,7 @@ def _place(variable: Variable | None, index: Variable) -> int | None:
     op = None if held is None else held.producer
     if held is index:
         return 0
-    if op is None or op.domain or op.type not in ("Add", "Reshape"):
+    if op is None or op.full_type not in ("Add", "Reshape"):
         return None
     before, more = _place(op.input(0), index), 0.0 if op.type == "Reshape" else number(_held(op.input(1)))
     return None if before is None or more is None else before + int(more)
@@ -228,7 +228,7 @@ def _counts(variable: Variable | None, rows: Variable, indices: Variable) -> boo
     op = None if held is None else held.producer
     if rows.shape is not None and isinstance(rows.shape[0], int):
         return number(held) == rows.shape[0]
-    counted = _held(op.input(0)) if op is not None and op.type in ("Shape", "Size") and not op.domain else None
+    counted = _held(op.input(0)) if op is not None and op.full_type in ("Shape", "Size") else None
     listed = _held(indices)
     while listed is not None and listed is not counted and (flat := maker(listed, "Reshape")) is not None:
         listed = _held(flat.input(0))
@@ -262,12 +262,11 @@ def _is_number_of_bags(variable: Variable | None, offsets: Variable) -> bool:
 def _write(program: Program, joined: Operator, found: _Bags) -> None:
     out = joined.outputs[0]
     assert out is not None
-    call = "embedding_bag"
-    prefix, offsets = fresh(call), found.begins or found.offsets
+    put, offsets = appending("embedding_bag"), found.begins or found.offsets
     with program_guard(program):
-        made = bags_of_rows(call, found.rows, found.indices, offsets, found.mode, None, prefix)
+        made = bags_of_rows(put, found.rows, found.indices, offsets, found.mode, None)
         if found.begins is None:  # what is behind the last bag is none
             ends = (np.array([at], np.int64) for at in (0, -1, 0))
-            made = appending(call, prefix)("Slice", made, *ends)
+            made = put("Slice", made, *ends)
     remove(joined, {found.rows, found.indices, offsets})
     program.add_operator("Identity", [made], [out], like=joined)

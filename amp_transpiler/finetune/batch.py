@@ -144,7 +144,7 @@ def _free_reshapes(program: Program, graph: onnx.GraphProto, reached: list[Opera
     nodes = {node.output[0]: node for node in graph.node if node.op_type == "Reshape" and node.output}
     for op in reached:
         shape = op.input(1)
-        target = None if op.type != "Reshape" or op.domain or shape is None else constant_array(shape)
+        target = None if op.full_type != "Reshape" or shape is None else constant_array(shape)
         out = op.output(0)
         if target is None or out is None or out.name not in nodes or 0 in target[1:]:
             continue
@@ -171,7 +171,7 @@ def _repeat_tokens(program: Program, graph: onnx.GraphProto, inputs: list[Variab
     for op in reached:
         out = op.output(0)
         sample = next((v for v in op.inputs if v in made), None)
-        if op.type != "Concat" or op.domain or out is None or sample is None or op.attrs.get("axis", 0) == 0:
+        if op.full_type != "Concat" or out is None or sample is None or op.attrs.get("axis", 0) == 0:
             continue
         at = next(i for i, node in enumerate(graph.node) if out.name in node.output)
         for slot, token in enumerate(op.inputs):

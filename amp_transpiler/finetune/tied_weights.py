@@ -286,7 +286,7 @@ def _without_identities(variable: Variable) -> None:
     while pending:
         op, slot = pending.pop()
         out = op.output(0)
-        if slot == 0 and op.type == "Identity" and not op.domain and out is not None and out not in program.outputs:
+        if slot == 0 and op.full_type == "Identity" and out is not None and out not in program.outputs:
             pending += out.readers
             program.replace_uses(out, variable)
             program.remove_operator(op)

@@ -115,7 +115,7 @@ def _freeze(program: Program, found: Collection[Operator]) -> list[str]:
 def _running(program: Program) -> Iterator[tuple[Operator, list[Variable]]]:
     """Each BatchNormalization whose statistics are state that nothing updates yet, and that state."""
     for op in program.operators:
-        if op.type == "BatchNormalization" and not op.domain:
+        if op.full_type == "BatchNormalization":
             states = [v for v in (op.input(3), op.input(4)) if v is not None and v.persistable]
             if len(states) == 2 and not any(state in program.updates for state in states):
                 yield op, states  # statistics that are computed, or folded away, are no state
@@ -123,7 +123,7 @@ def _running(program: Program) -> Iterator[tuple[Operator, list[Variable]]]:
 
 def train_dropout(program: Program) -> list[str]:
     """Switch Dropout operators that stand in the program as they evaluate to training, with their own ratio."""
-    found = [op for op in program.operators if op.type == "Dropout" and not op.domain and op.input(2) is None]
+    found = [op for op in program.operators if op.full_type == "Dropout" and op.input(2) is None]
     for op in found:
         _switch_on(op)
     return [f"{len(found)} Dropout are switched on"] if found else []

@@ -10,6 +10,7 @@ import onnx
 
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.contrib_types import contrib_types
+from amp_transpiler.ir.control import crossings
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Declared, from_type_proto, infer_operator, static
 from amp_transpiler.ir.nodes import Operator, Shape, TensorType, Variable
@@ -108,15 +109,19 @@ def _complete(program: Graph) -> None:
             for variable in nested.variables:
                 if variable.outer is not None:
                     _like(variable, variable.outer)
-            if op.type in ("Loop", "Scan") and not op.domain:
-                _nested_inputs(op, nested)
+            if op.full_type == "Loop":
+                for variable, dtype in zip(nested.inputs[:2], ("int64", "bool"), strict=False):
+                    _fill(variable, dtype, ())
+            for outer, inner in crossings(op).entries:
+                _type_as(inner, outer)
             _complete(nested)
         typed = all([v is None or _typed(v) for v in op.outputs])
         if typed and late.isdisjoint(op.inputs):
             continue
         before = [(v, v.dtype, v.shape) for v in op.outputs if v is not None]
         if op.attrs.programs:
-            _nested_outputs(op)
+            for inner, outer in crossings(op).results:
+                _type_as(outer, inner)
         else:
             _one(op, env)
         late.update(v for v, dtype, shape in before if (v.dtype, v.shape) != (dtype, shape))
@@ -124,6 +129,12 @@ def _complete(program: Graph) -> None:
 
 def _like(variable: Variable, model: Variable) -> None:
     variable.dtype, variable.shape, variable.type_proto = model.dtype, model.shape, model.type_proto
+
+
+def _type_as(variable: Variable | None, model: Variable | None) -> None:
+    """Let a variable without type have that of what it is elsewhere; shapes are the inference's business."""
+    if variable is not None and model is not None and not _typed(variable):
+        variable.dtype, variable.type_proto = model.dtype, model.type_proto
 
 
 def _one(op: Operator, env: Declared) -> None:
@@ -137,27 +148,3 @@ def _one(op: Operator, env: Declared) -> None:
     for variable, (dtype, shape) in zip(op.outputs, found, strict=True):
         if variable is not None:
             _fill(variable, dtype, shape)
-
-
-def _nested_inputs(op: Operator, body: Graph) -> None:
-    """Element types of what a Loop or Scan hands to its body; shapes are the inference's business."""
-    if op.type == "Loop":
-        given: list[Variable | None] = [None, None, *op.inputs[2:]]
-        for variable, dtype in zip(body.inputs[:2], ("int64", "bool"), strict=False):
-            _fill(variable, dtype, ())
-    else:
-        given = list(op.inputs) if op.program.opset() > 8 else list(op.inputs[1:])
-    for variable, source in zip(body.inputs, given, strict=False):
-        if source is not None and not _typed(variable):
-            variable.dtype, variable.type_proto = source.dtype, source.type_proto
-
-
-def _nested_outputs(op: Operator) -> None:
-    """Element types of the outputs of If, Loop and Scan: those of what the nested graphs give."""
-    if op.domain or op.type not in ("If", "Loop", "Scan"):
-        return
-    for nested in op.attrs.programs:
-        given = nested.outputs[1:] if op.type == "Loop" else nested.outputs
-        for variable, source in zip(op.outputs, given, strict=False):
-            if variable is not None and not _typed(variable):
-                variable.dtype, variable.type_proto = source.dtype, source.type_proto

@@ -32,21 +32,27 @@ def held_data(variable: Variable) -> Any:
     return _data(producer.attrs)
 
 
-def constant_array(variable: Variable, most: int = SMALL) -> np.ndarray | None:
+def constant_array(variable: Variable | None, most: int = SMALL) -> np.ndarray | None:
     """The content of a constant of at most so many elements; None of what is none or is larger, and of what may hold
     something else in a run: parameters, other state, and initializers that are inputs."""
-    if variable.persistable or variable.is_input:
+    if variable is None or variable.persistable or variable.is_input:
         return None
     data = held_data(variable)
     return None if data is None or math.prod(tensor_type(data)[1]) > most else as_array(data)
 
 
+def constant_number(variable: Variable | None) -> Any:
+    """The one element that such a constant has, of whatever shape; None of all others."""
+    array = constant_array(variable)
+    return None if array is None or array.size != 1 else array.item()
+
+
 def given_axes(op: Operator) -> list[int] | None:
     """The axes that its attribute or its second input names, as they stand there; None where it names none that are
     known."""
-    given, read = op.attrs.get("axes"), op.input(1)
-    if given is None and read is not None:
-        given = constant_array(read)
+    given = op.attrs.get("axes")
+    if given is None:
+        given = constant_array(op.input(1))
     return None if given is None else [int(axis) for axis in np.reshape(given, -1)]
 
 

@@ -1,12 +1,13 @@
-"""The graphs of If, Loop, Scan and SequenceMap against what their node says: how many values go in, and come out."""
+"""The graphs of If, Loop, Scan and SequenceMap: what goes in and comes out, and whether the node says as much."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import onnx
 
-from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.nodes import Operator, Variable
 
 
 def nested_graphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
@@ -31,6 +32,32 @@ def carried_slots(op: Operator) -> range:
     if op.type == "Loop":
         return range(2, max(len(op.inputs), 2))
     return range(len(op.inputs) - int(op.attrs["num_scan_inputs"])) if op.type == "Scan" else range(0)
+
+
+class Crossings(NamedTuple):
+    """Pairs of variables: what is handed into the nested graphs of an operator, with what it is called inside; what
+    they make, with what it is called outside; and what they make, with the state that it is in the next turn."""
+
+    entries: list[tuple[Variable | None, Variable]]
+    results: list[tuple[Variable, Variable | None]]
+    turns: list[tuple[Variable, Variable]]
+
+
+def crossings(op: Operator) -> Crossings:
+    """What an If, Loop or Scan hands into its graphs and out of them; nothing of other operators."""
+    if op.full_type == "If":
+        made = [pair for nested in op.attrs.programs for pair in zip(nested.outputs, op.outputs, strict=False)]
+        return Crossings([], made, [])
+    if op.full_type not in ("Loop", "Scan"):
+        return Crossings([], [], [])
+    body = op.attrs["body"]
+    if op.type == "Loop":  # trip count and condition come first
+        read, inside, given, states = op.inputs[2:], body.inputs[2:], body.outputs[1:], len(op.inputs) - 2
+    else:  # in opset 8 the lengths of sequences come first
+        read, inside, given = op.inputs[op.program.opset() < 9 :], body.inputs, body.outputs
+        states = len(read) - int(op.attrs["num_scan_inputs"])
+    entries, results = zip(read, inside, strict=False), zip(given, op.outputs, strict=False)
+    return Crossings([*entries], [*results], [*zip(given[:states], inside[:states], strict=False)])
 
 
 def _graph(node: onnx.NodeProto, name: str) -> onnx.GraphProto:

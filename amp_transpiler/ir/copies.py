@@ -39,4 +39,4 @@ def only_moves(op: Operator, slot: int) -> bool:
 
 
 def _copies(op: Operator) -> bool:
-    return op.type == "Identity" and not op.domain
+    return op.full_type == "Identity"

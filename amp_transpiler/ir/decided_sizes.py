@@ -134,7 +134,7 @@ class DecidedSizes(Shapes):
     def _decide(self, op: Operator, slot: int, variable: Variable) -> None:
         """Put numbers in the place of sizes that are not known, or that may be less than was inferred."""
         open_axes = [axis for axis, size in enumerate(self[variable][1] or ()) if not isinstance(size, int)]
-        if op.type == "Slice" and not op.domain and not open_axes and len(self.times) > 1:
+        if op.full_type == "Slice" and not open_axes and len(self.times) > 1:
             open_axes = self._clipped(op.inputs[0], variable)
         if not open_axes or variable.grad_of is not None or op.attrs.programs or not self._fixed(op):
             return
@@ -257,7 +257,7 @@ class DecidedSizes(Shapes):
     def _check(self, op: Operator) -> None:
         """GraphError where a size is rounded that hangs on data: what it is for these numbers says nothing."""
         cut = op.type == "Split" and op.input(1) is not None
-        if len(self.times) == 1 or op.domain or op.type not in _ROUNDED or cut:
+        if len(self.times) == 1 or op.full_type not in _ROUNDED or cut:
             return
         read = op.input(0)
         before = None if read is None else self.sizes(read)

@@ -30,6 +30,7 @@ from amp_transpiler.ir.operator_call import OperatorCall
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.rule_errors import rule_of
 from amp_transpiler.ir.types import ONNX_TYPES, numpy_dtype
+from amp_transpiler.lists import split_name
 
 #: Domains of which onnxruntime has operators.
 RUNTIME_DOMAINS = frozenset({"", "ai.onnx.ml", "com.microsoft"})
@@ -42,8 +43,7 @@ def decomposition(*full_types: str) -> Callable[[Entry], Entry]:
 
     def register(function: Entry) -> Entry:
         for full_type in full_types:
-            domain, _, type_ = full_type.rpartition("::")
-            _ENTRIES[domain, type_] = function
+            _ENTRIES[split_name(full_type)] = function
         return function
 
     return register

@@ -25,7 +25,7 @@ from amp_transpiler.ir.operator_call import OperatorCall
 from amp_transpiler.ir.result_shape import result_shape
 from amp_transpiler.ir.signature import signature
 from amp_transpiler.ir.types import HALF, ONNX_TYPES, dtype_name, numpy_dtype
-from amp_transpiler.lists import TARGET_OPSET, place_traits
+from amp_transpiler.lists import TARGET_OPSET, full_name, place_traits
 
 #: Elements from which on it matters how a kernel walks over them.
 _MANY = 64
@@ -180,7 +180,7 @@ class Emitter:
         if shape is None:
             shape = result_shape(type_, traits, [v.shape for v in inputs if v is not None])
         if self.kernels is not None:
-            made = self.kernels(self, f"{domain}::{type_}" if domain else type_, inputs, kinds, shape, attrs)
+            made = self.kernels(self, full_name(type_, domain), inputs, kinds, shape, attrs)
             if made is not None:
                 return made[0] if outputs is None else made
         names = [self.name(type_) for _ in kinds]

@@ -14,6 +14,7 @@ import onnx
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import from_type_proto, node_types
+from amp_transpiler.ir.model_info import FREE_INITIALIZERS
 from amp_transpiler.ir.node_fields import NodeFields
 from amp_transpiler.ir.nodes import Operator, Shape, Variable
 from amp_transpiler.ir.onnx_inference import INVENTED, LONG, ONNX_ERRORS
@@ -21,8 +22,6 @@ from amp_transpiler.ir.proto_residue import source_of
 
 #: Element type, and a shape of which every size is known or has a name.
 _Type = tuple[str, Shape]
-#: The first format version in which the types of initializers are known without being inputs.
-_FREE_INITIALIZERS = 4
 #: Operators of a kind, on average, from which on kinds take less time than the whole: one takes as long as several do.
 _ALIKE = 32
 
@@ -38,7 +37,7 @@ def typed_by_kind(program: Graph, nodes: Sequence[NodeFields]) -> list[Operator]
         return None
     info, source = program.info, source_of(program)
     listed = [entry.variable for entry in source.inputs] if source is not None else []
-    if info.functions or info.ir_version < _FREE_INITIALIZERS or any(v is None or v.data is not None for v in listed):
+    if info.functions or info.ir_version < FREE_INITIALIZERS or any(v is None or v.data is not None for v in listed):
         return None
     declared = {entry.variable for entry in (*source.outputs, *source.value_info)} if source is not None else set()
     declared.discard(None)

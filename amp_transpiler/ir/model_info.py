@@ -7,6 +7,9 @@ from typing import Any
 
 from amp_transpiler.lists import TARGET_IR_VERSION, TARGET_OPSET
 
+#: The first format version in which initializers need not be graph inputs.
+FREE_INITIALIZERS = 4
+
 
 @dataclass
 class ModelInfo:

@@ -14,7 +14,7 @@ from amp_transpiler.ir.attributes import Attributes
 from amp_transpiler.ir.reasons import Reason, parse
 from amp_transpiler.ir.trains import Trains
 from amp_transpiler.ir.variable_operators import PythonOperators
-from amp_transpiler.lists import plain_domain
+from amp_transpiler.lists import full_name, plain_domain
 from amp_transpiler.lists.paddle import paddle_attributes
 from amp_transpiler.option_checks import is_whole, shown
 
@@ -203,7 +203,7 @@ class Operator:
     @property
     def full_type(self) -> str:
         """``Type`` for ai.onnx, ``domain::Type`` elsewhere, as operator lists name it."""
-        return f"{self.domain}::{self.type}" if self.domain else self.type
+        return full_name(self.type, self.domain)
 
     @property
     def label(self) -> str:

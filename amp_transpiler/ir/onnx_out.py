@@ -19,14 +19,12 @@ from amp_transpiler.ir.gc_pause import collector_paused
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import told_by_inputs
 from amp_transpiler.ir.metadata import INITIALIZER, written_marks, written_state
+from amp_transpiler.ir.model_info import FREE_INITIALIZERS
 from amp_transpiler.ir.nodes import FORWARD, OWN, Operator, Variable, origin
 from amp_transpiler.ir.proto_residue import source_of, value_info
 from amp_transpiler.ir.tensors import Tensor, embedded, stripped, tensor_type
 from amp_transpiler.ir.updates import same_shape
 from amp_transpiler.lists import plain_domain
-
-#: The first format version in which an initializer need not be a graph input.
-_FREE_INITIALIZERS = 4
 
 #: The TensorProto of a variable with content, from the variable and that content.
 Content = Callable[[Variable, Any], Tensor]
@@ -159,8 +157,8 @@ class _Writer:
             model.CopyFrom(source.model)
         self.graph(program, model.graph)
         ir_version = info.ir_version
-        if ir_version < _FREE_INITIALIZERS and self._free_initializers(model.graph):
-            ir_version = _FREE_INITIALIZERS
+        if ir_version < FREE_INITIALIZERS and self._free_initializers(model.graph):
+            ir_version = FREE_INITIALIZERS
         for field, value in (
             ("ir_version", ir_version),
             ("producer_name", info.producer_name),

@@ -23,7 +23,7 @@ from amp_transpiler.ir.exchange_call import Exchange
 from amp_transpiler.ir.intervals import RangeRule
 from amp_transpiler.ir.nodes import OWN, Operator, TensorType
 from amp_transpiler.ir.traits import Traits
-from amp_transpiler.lists import PlaceTraits, plain_domain, written_out
+from amp_transpiler.lists import PlaceTraits, full_name, plain_domain, split_name, written_out
 from amp_transpiler.option_checks import shown
 
 T = TypeVar("T")
@@ -148,18 +148,13 @@ _TABLE: dict[tuple[str, str], OpDef] = {}
 _READS: dict[str, tuple[str, ...]] = {}
 
 
-def _split(full_type: str) -> tuple[str, str]:
-    domain, _, type_ = full_type.rpartition("::")
-    return domain, type_
-
-
 def entry(full_type: str) -> OpDef:
     """The entry of ``Type`` or ``domain::Type``, made on first use."""
     if not isinstance(full_type, str):
         raise ArgumentTypeError(
             f"an operator is named by its type, as in 'Tanh' or 'domain::Type'; got {shown(full_type)}"
         )
-    key = _split(full_type)
+    key = split_name(full_type)
     if key not in _TABLE:
         _TABLE[key] = OpDef(key[1], key[0])
     return _TABLE[key]
@@ -249,7 +244,7 @@ def gradient(
             raise ArgumentTypeError(f"gradient of {full_type}: {shown(function)} is no function f(e, op, ...)")
         slots = None if inputs is None else frozenset(inputs)
         entry(full_type).gradient = Gradient(names, slots, refuse=refuse, stops=frozenset(stops))
-        grad = entry(own(gradient_type(*_split(full_type))))
+        grad = entry(own(gradient_type(*split_name(full_type))))
         grad.lowering, grad.native = function, native
         _READS[grad.type] = names
         return function
@@ -322,6 +317,12 @@ def traits_of(op: Operator | str, domain: str = "") -> Traits:
     return _NO_TRAITS if found is None or found.traits is None else found.traits
 
 
+def traits_named(full_type: str) -> Traits:
+    """The traits of ``Type`` or ``domain::Type``; none of them where they are not declared."""
+    domain, type_ = split_name(full_type)
+    return traits_of(type_, domain)
+
+
 def slots_of(type_: str, domain: str = OWN) -> Slots | None:
     """The slots of an operator type of the training step; None for any other."""
     found = _TABLE.get((domain, type_))
@@ -384,7 +385,7 @@ def differentiated(op: Operator) -> str | None:
     if reads_of(op) is None:
         return None
     domain, _, type_ = op.type.removesuffix("Grad").rpartition(".")
-    return f"{domain}::{type_}" if domain else type_
+    return full_name(type_, domain)
 
 
 def for_test(*full_types: str) -> Callable[[Callable[[Operator], None]], Callable[[Operator], None]]:

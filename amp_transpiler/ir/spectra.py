@@ -35,7 +35,7 @@ def spectral(variable: Variable, uses: list[tuple[Operator, int]]) -> str:
     shape = static(variable.shape)
     if not shape or not uses or math.prod(shape) > LOOKED_THROUGH:
         return ""
-    if all(op.type == "Mul" and not op.domain and _meets_fourier(op.output(0)) for op, _ in uses):
+    if all(op.full_type == "Mul" and _meets_fourier(op.output(0)) for op, _ in uses):
         return "a window"
     if len(shape) < 2:
         return ""

@@ -272,7 +272,7 @@ def _attributes(op: Operator) -> Iterator[str]:
 
 def _cast_clash(op: Operator) -> Iterator[str]:
     out = op.output(0)
-    number = op.attrs.get("to") if op.type == "Cast" and not op.domain else None
+    number = op.attrs.get("to") if op.full_type == "Cast" else None
     if isinstance(number, int) and out is not None and out.dtype is not None:  # until opset 6 it is a name
         to = NAMES.get(number)
         if to != out.dtype:

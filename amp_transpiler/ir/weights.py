@@ -278,7 +278,7 @@ def _counts(op: Operator, slot: int | str) -> bool:
 def _is_filled(uses: Sequence[tuple[Operator, int | str]], hops: int) -> bool:
     """Whether every use, past what moves the tensor, fills it."""
     for op, slot in uses:
-        if slot == 0 and not op.domain and op.type in _FILLED:
+        if slot == 0 and op.full_type in _FILLED:
             continue
         made = op.output(0)
         if not hops or not isinstance(slot, int) or made is None or not _passes_on(op, slot):

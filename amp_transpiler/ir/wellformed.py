@@ -23,6 +23,7 @@ from amp_transpiler.ir.text import check_text
 from amp_transpiler.ir.types import FLOATS, NAMES, RANK, numpy_dtype
 from amp_transpiler.ir.verify import schema_of
 from amp_transpiler.lists import plain_domain
+from amp_transpiler.option_checks import counted
 
 #: Bytes that a sparse tensor may take once it is dense.
 DENSE = 1 << 30
@@ -329,7 +330,7 @@ def _against(node: onnx.NodeProto, given: Mapping[str, onnx.AttributeProto], sch
     ):
         if not least <= found <= most:
             takes = least if least == most else f"at least {least}" if found < least else f"at most {most}"
-            return f"has {found} {kind}{'s' * (found != 1)}; the operator has {takes}"
+            return f"has {counted(found, kind)}; the operator has {takes}"
     for slot, (name, single) in enumerate(zip(node.input, schema.single, strict=False)):
         if single and not name:
             return f"leaves out its input {slot}, which the operator needs"

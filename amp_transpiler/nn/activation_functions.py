@@ -14,14 +14,13 @@ from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.nn.building import (
     FLOATING,
     append,
-    append_many,
+    appending,
     as_type,
     axis_of,
     clip_bounds,
     constant,
     describe,
     fixed,
-    fresh,
     prefixed,
     real,
     variable,
@@ -76,8 +75,8 @@ def gelu(x: Variable, approximate: bool | str = False, *, name: str | None = Non
 def silu(x: Variable, *, name: str | None = None) -> Variable:
     """x * sigmoid(x) (Elfwing et al. 2017). ``x``: float, any shape."""
     call = "silu"
-    prefix = fresh(call)
-    return append(call, "Mul", [x, append(call, "Sigmoid", [_checked(call, x)], prefix=prefix)], prefix=prefix)
+    put = appending(call)
+    return put("Mul", x, put("Sigmoid", _checked(call, x)))
 
 
 swish = silu
@@ -150,8 +149,8 @@ def softshrink(x: Variable, threshold: float = 0.5, *, name: str | None = None) 
 def tanhshrink(x: Variable, *, name: str | None = None) -> Variable:
     """x - tanh(x). ``x``: float, any shape."""
     call = "tanhshrink"
-    prefix = fresh(call)
-    return append(call, "Sub", [x, append(call, "Tanh", [_checked(call, x)], prefix=prefix)], prefix=prefix)
+    put = appending(call)
+    return put("Sub", x, put("Tanh", _checked(call, x)))
 
 
 @function("nn.softplus")
@@ -162,18 +161,18 @@ def softplus(x: Variable, beta: float = 1.0, *, name: str | None = None) -> Vari
         return _one(call, "Softplus", x)
     if beta <= 0:
         raise ArgumentError(f"{call}: beta must be above 0, not {beta}")
-    prefix = fresh(call)
-    scaled = append(call, "Mul", [_checked(call, x), constant(x, beta)], prefix=prefix)
-    return append(call, "Div", [append(call, "Softplus", [scaled], prefix=prefix), constant(x, beta)], prefix=prefix)
+    put = appending(call)
+    scaled = put("Mul", _checked(call, x), constant(x, beta))
+    return put("Div", put("Softplus", scaled), constant(x, beta))
 
 
 @function()
 def log_sigmoid(x: Variable, *, name: str | None = None) -> Variable:
     """log(1 / (1 + exp(-x))), finite for every x. ``x``: float, any shape."""
     call = "log_sigmoid"
-    prefix = fresh(call)
-    value = append(call, "Neg", [_checked(call, x)], prefix=prefix)
-    return append(call, "Neg", [append(call, "Softplus", [value], prefix=prefix)], prefix=prefix)
+    put = appending(call)
+    value = put("Neg", _checked(call, x))
+    return put("Neg", put("Softplus", value))
 
 
 @function("nn.cudnn")
@@ -203,11 +202,11 @@ def prelu(x: Variable, weight: Variable, *, name: str | None = None) -> Variable
             f"{call}: weight {describe(weight)} must have 1 element, or one for each of the {channels} "
             f"channels of {describe(x)}"
         )
-    prefix = fresh(call)
+    put = appending(call)
     if size > 1 and rank > 2:
         ones = np.array([size, *[1] * (rank - 2)], np.int64)
-        weight = append(call, "Reshape", [weight, ones], prefix=prefix)
-    return append(call, "PRelu", [x, weight], prefix=prefix)
+        weight = put("Reshape", weight, ones)
+    return put("PRelu", x, weight)
 
 
 @function()
@@ -218,10 +217,10 @@ def glu(x: Variable, axis: int = -1, *, name: str | None = None) -> Variable:
     at = axis_of(call, axis, x)
     if fixed(call, "x", x, at) % 2:
         raise ArgumentError(f"{call}: dimension {at} of {describe(x)} must be even")
-    prefix = fresh(call)
+    put = appending(call)
     half = np.full(2, fixed(call, "x", x, at) // 2, np.int64)
-    first, second = append_many(call, "Split", [x, half], 2, attrs={"axis": at}, prefix=prefix)
-    return append(call, "Mul", [first, append(call, "Sigmoid", [second], prefix=prefix)], prefix=prefix)
+    first, second = put.several(2, "Split", x, half, axis=at)
+    return put("Mul", first, put("Sigmoid", second))
 
 
 @function()
@@ -233,11 +232,11 @@ def maxout(x: Variable, groups: int, axis: int = 1, *, name: str | None = None) 
     channels = fixed(call, "x", x, at)
     if channels % count:
         raise ArgumentError(f"{call}: groups={count} must divide dimension {at} of {describe(x)}")
-    prefix = fresh(call)
+    put = appending(call)
     tail = [fixed(call, "x", x, i) for i in range(at + 1, len(x.shape or ()))]
     shape = np.array([0] * at + [channels // count, count, *tail], np.int64)
-    apart = append(call, "Reshape", [x, shape], prefix=prefix)
-    return append(call, "ReduceMax", [apart, np.array([at + 1], np.int64)], attrs={"keepdims": 0}, prefix=prefix)
+    apart = put("Reshape", x, shape)
+    return put("ReduceMax", apart, np.array([at + 1], np.int64), keepdims=0)
 
 
 #: What the ``act`` argument of a layer names; those alone whose constants are the same wherever they are named so.

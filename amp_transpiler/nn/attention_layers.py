@@ -12,7 +12,7 @@ from amp_transpiler.ir.constant_data import constant_array
 from amp_transpiler.ir.context import name_scope
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import numpy_dtype
-from amp_transpiler.nn.building import FLOATING, append, describe, fixed, layer_name, variable, whole
+from amp_transpiler.nn.building import FLOATING, Builder, describe, fixed, layer_name, variable, whole
 from amp_transpiler.nn.elementwise_functions import dropout as drop
 from amp_transpiler.nn.layers import fc
 from amp_transpiler.nn.parameters import Attr
@@ -51,17 +51,18 @@ def multi_head_attention(
     if width % num_heads:
         raise ArgumentError(f"{call}: num_heads={num_heads} does not divide the width {width} of {describe(query)}")
     name = layer_name(call, name)
+    put = Builder(call, name)
     with name_scope(name):
         q = _project(query, width, bias_attr, f"{name}.q_proj")
-        q = append(call, "Mul", [q, np.array(math.sqrt(num_heads / width), numpy_dtype(str(q.dtype)))], prefix=name)
-        q = _heads(call, q, width, num_heads, [0, 2, 1, 3], name)
-        k = _heads(call, _project(key, width, bias_attr, f"{name}.k_proj"), width, num_heads, [0, 2, 3, 1], name)
-        v = _heads(call, _project(value, width, bias_attr, f"{name}.v_proj"), width, num_heads, [0, 2, 1, 3], name)
-        scores = _masked(call, append(call, "MatMul", [q, k], prefix=name), attn_mask, name)
-        weights = append(call, "Softmax", [scores], attrs={"axis": -1}, prefix=name)
-        mixed = append(call, "MatMul", [drop(weights, dropout, training), v], prefix=name)
-        mixed = append(call, "Transpose", [mixed], attrs={"perm": [0, 2, 1, 3]}, prefix=name)
-        merged = append(call, "Reshape", [mixed, np.array([0, 0, width], np.int64)], prefix=name)
+        q = put("Mul", q, np.array(math.sqrt(num_heads / width), numpy_dtype(str(q.dtype))))
+        q = _heads(put, q, width, num_heads, [0, 2, 1, 3])
+        k = _heads(put, _project(key, width, bias_attr, f"{name}.k_proj"), width, num_heads, [0, 2, 3, 1])
+        v = _heads(put, _project(value, width, bias_attr, f"{name}.v_proj"), width, num_heads, [0, 2, 1, 3])
+        scores = _masked(put, put("MatMul", q, k), attn_mask)
+        weights = put("Softmax", scores, axis=-1)
+        mixed = put("MatMul", drop(weights, dropout, training), v)
+        mixed = put("Transpose", mixed, perm=[0, 2, 1, 3])
+        merged = put("Reshape", mixed, np.array([0, 0, width], np.int64))
         return _project(merged, width, bias_attr, f"{name}.out_proj")
 
 
@@ -69,28 +70,28 @@ def _project(x: Variable, width: int, bias_attr: Attr, name: str) -> Variable:
     return fc(x, width, num_flatten_dims=2, bias_attr=bias_attr, name=name)
 
 
-def _heads(call: str, x: Variable, width: int, num_heads: int, perm: list[int], prefix: str) -> Variable:
+def _heads(put: Builder, x: Variable, width: int, num_heads: int, perm: list[int]) -> Variable:
     """[batch, length, width] as [batch, length, heads, width / heads], permuted."""
     split = np.array([0, 0, num_heads, width // num_heads], np.int64)
-    x = append(call, "Reshape", [x, split], prefix=prefix)
-    return append(call, "Transpose", [x], attrs={"perm": perm}, prefix=prefix)
+    x = put("Reshape", x, split)
+    return put("Transpose", x, perm=perm)
 
 
-def _masked(call: str, scores: Variable, mask: Variable | None, prefix: str) -> Variable:
+def _masked(put: Builder, scores: Variable, mask: Variable | None) -> Variable:
     if mask is None:
         return scores
-    variable(call, "attn_mask", mask, dtypes=("bool", str(scores.dtype)))
+    variable(put.call, "attn_mask", mask, dtypes=("bool", str(scores.dtype)))
     if mask.dtype == "bool":
-        mask = _as_numbers(call, mask, numpy_dtype(str(scores.dtype)), prefix)
-    return append(call, "Add", [scores, mask], prefix=prefix)
+        mask = _as_numbers(put, mask, numpy_dtype(str(scores.dtype)))
+    return put("Add", scores, mask)
 
 
-def _as_numbers(call: str, mask: Variable, dtype: np.dtype[Any], prefix: str) -> Variable:
+def _as_numbers(put: Builder, mask: Variable, dtype: np.dtype[Any]) -> Variable:
     """What a bool mask adds to scores, made once for all layers: neither they nor their gradient need a selection."""
     numbers = [np.array(number, dtype) for number in (0, MASKED)]
     for op, slot in mask.readers:
         if op.type == "Where" and slot == 0 and op.program is default_main_program():
-            known = [None if v is None else constant_array(v) for v in op.inputs[1:]]
+            known = [constant_array(v) for v in op.inputs[1:]]
             (made,) = op.outputs
             if (
                 made is not None
@@ -98,4 +99,4 @@ def _as_numbers(call: str, mask: Variable, dtype: np.dtype[Any], prefix: str) ->
                 and [a if a is None else a.tolist() for a in known] == [0, MASKED]
             ):
                 return made
-    return append(call, "Where", [mask, *numbers], prefix=prefix)
+    return put("Where", mask, *numbers)

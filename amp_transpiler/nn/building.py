@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import numbers
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -41,20 +41,34 @@ def append(
     return append_many(call, type_, inputs, 1, attrs=attrs, prefix=prefix)[0]
 
 
-def appending(call: str, prefix: str | None = None) -> Callable[..., Variable]:
-    """``append`` for several operators of a call, under one prefix: ``put("Gather", table, x, axis=0)``."""
-    one = prefix or fresh(call)
-    return lambda type_, *inputs, **attrs: append(call, type_, inputs, attrs=attrs, prefix=one)
+class Builder(NamedTuple):
+    """Appends several operators of a call, under one prefix: ``put("Gather", table, x, axis=0)``."""
+
+    call: str
+    prefix: str
+
+    def __call__(self, type_: str, *inputs: Input, **attrs: Any) -> Variable:
+        """An operator with one output."""
+        return append(self.call, type_, inputs, attrs=attrs, prefix=self.prefix)
+
+    def several(self, outputs: int, type_: str, *inputs: Input, **attrs: Any) -> list[Variable]:
+        """An operator with so many."""
+        return append_many(self.call, type_, inputs, outputs, attrs=attrs, prefix=self.prefix)
 
 
-def moved(call: str, x: Variable, source: int, target: int, prefix: str) -> Variable:
+def appending(call: str) -> Builder:
+    """What appends the operators of a call, under a fresh prefix."""
+    return Builder(call, fresh(call))
+
+
+def moved(put: Builder, x: Variable, source: int, target: int) -> Variable:
     """``x`` with its dimension ``source``, counted from 0, as dimension ``target``; ``x`` itself where they are one."""
     if source == target:
         return x
     assert x.shape is not None
     perm = [i for i in range(len(x.shape)) if i != source]
     perm.insert(target, source)
-    return append(call, "Transpose", [x], attrs={"perm": perm}, prefix=prefix)
+    return put("Transpose", x, perm=perm)
 
 
 def append_many(

@@ -13,14 +13,13 @@ from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.nn.building import (
     FLOATING,
     INTEGER,
+    Builder,
     append,
-    append_many,
     appending,
     axis_of,
     constant,
     describe,
     fixed,
-    fresh,
     moved,
     real,
     variable,
@@ -44,20 +43,20 @@ def reduced(value: Variable, reduction: str) -> Variable:
     return {"mean": mean, "sum": sum}[reduction](value) if reduction != "none" else value
 
 
-def _labels(call: str, input: Variable, label: Variable, prefix: str) -> Variable:
+def _labels(put: Builder, input: Variable, label: Variable) -> Variable:
     """``label`` without the trailing dimension of size 1 that it may have, checked against ``input``."""
-    variable(call, "label", label, dtypes=INTEGER, min_rank=1)
+    variable(put.call, "label", label, dtypes=INTEGER, min_rank=1)
     assert input.shape is not None and label.shape is not None
     lead, shape = input.shape[:-1], label.shape
     extra = len(shape) == len(lead) + 1 and shape[-1] == 1
     if differ(lead, shape[: len(shape) - extra]):
         raise ArgumentError(
-            f"{call}: label {describe(label)} does not fit input {describe(input)}; it has the shape of the input "
+            f"{put.call}: label {describe(label)} does not fit input {describe(input)}; it has the shape of the input "
             "without the classes, which come last, or that with a 1 behind it"
         )
     if not extra:
         return label
-    return append(call, "Squeeze", [label, np.array([len(lead)], np.int64)], prefix=prefix)
+    return put("Squeeze", label, np.array([len(lead)], np.int64))
 
 
 @function()
@@ -100,43 +99,43 @@ def cross_entropy(
     at = axis_of(call, axis, input)
     soft = switch(f"{call}: soft_label", soft_label)
     variable(call, "label", label, dtypes=(str(input.dtype),) if soft else INTEGER, min_rank=1)
-    prefix = fresh(call)
+    put = appending(call)
     given = label
     rank = len(input.shape or ())
-    logits = moved(call, input, at, rank - 1, prefix)
+    logits = moved(put, input, at, rank - 1)
     if len(label.shape or ()) == rank:
-        label = moved(call, label, at, rank - 1, prefix)
+        label = moved(put, label, at, rank - 1)
     softmax = switch(f"{call}: use_softmax", use_softmax)
     if soft:
-        loss = _soft_cross_entropy(call, logits, label, smooth, weight, softmax, reduction, prefix)
-        return moved(call, loss, rank - 1, at, prefix) if reduction == "none" else loss
-    target = _labels(call, logits, label, prefix)
+        loss = _soft_cross_entropy(put, logits, label, smooth, weight, softmax, reduction)
+        return moved(put, loss, rank - 1, at) if reduction == "none" else loss
+    target = _labels(put, logits, label)
     if len(logits.shape or ()) > 2:  # the operator has its classes in dimension 1
         classes = fixed(call, "input", logits, -1)
-        logits = append(call, "Reshape", [logits, np.array([-1, classes], np.int64)], prefix=prefix)
-        target = append(call, "Reshape", [target, np.array([-1], np.int64)], prefix=prefix)
+        logits = put("Reshape", logits, np.array([-1, classes], np.int64))
+        target = put("Reshape", target, np.array([-1], np.int64))
     if smooth:
-        loss = _smooth_cross_entropy(call, logits, target, smooth, ignore, weight, softmax, reduction, prefix)
+        loss = _smooth_cross_entropy(put, logits, target, smooth, ignore, weight, softmax, reduction)
     else:
         inputs = [logits, target, *([] if weight is None else [weight])]
-        loss, _ = _hard_cross_entropy(call, inputs, ignore, softmax, reduction, prefix)
-    return loss if reduction != "none" or loss.shape == given.shape else _as_label(call, loss, given, prefix)
+        loss, _ = _hard_cross_entropy(put, inputs, ignore, softmax, reduction)
+    return loss if reduction != "none" or loss.shape == given.shape else _as_label(put, loss, given)
 
 
 def _hard_cross_entropy(
-    call: str, inputs: list[Variable], ignore: int, softmax: bool, reduction: str, prefix: str
+    put: Builder, inputs: list[Variable], ignore: int, softmax: bool, reduction: str
 ) -> tuple[Variable, Variable]:
     """The loss, and scores that are the logarithms of the probabilities, or differ from them by a number a row."""
     scores, *rest = inputs
     if not softmax:
-        scores = append(call, "Log", [scores], prefix=prefix)
+        scores = put("Log", scores)
     type_ = "SoftmaxCrossEntropyLoss" if softmax else "NegativeLogLikelihoodLoss"
     attrs = {"reduction": reduction, "ignore_index": ignore}
-    return append(call, type_, [scores, *rest], attrs=attrs, prefix=prefix), scores
+    return put(type_, scores, *rest, **attrs), scores
 
 
 def _smooth_cross_entropy(
-    call: str,
+    put: Builder,
     logits: Variable,
     target: Variable,
     smooth: float,
@@ -144,14 +143,12 @@ def _smooth_cross_entropy(
     weight: Variable | None,
     softmax: bool,
     reduction: str,
-    prefix: str,
 ) -> Variable:
     """(1 - e) loss of the label + e mean of the losses of all classes = loss of the label + e (its score - mean score).
 
     No label of e / classes is written, of which 16 bit has few digits where classes are many.
     """
-    put = appending(call, prefix)
-    loss, scores = _hard_cross_entropy(call, [logits, target], ignore, softmax, "none", prefix)
+    loss, scores = _hard_cross_entropy(put, [logits, target], ignore, softmax, "none")
     below = put("NegativeLogLikelihoodLoss", scores, target, reduction="none", ignore_index=ignore)
     last = np.array([-1], np.int64)
     spread = put("Add", below, put("ReduceMean", scores, last, keepdims=0))
@@ -171,20 +168,20 @@ def _smooth_cross_entropy(
 
 
 def _soft_cross_entropy(
-    call: str,
+    put: Builder,
     logits: Variable,
     label: Variable,
     smooth: float,
     weight: Variable | None,
     softmax: bool,
     reduction: str,
-    prefix: str,
 ) -> Variable:
     """-sum(label * log(p)) over the classes, which come last."""
-    put = appending(call, prefix)
-    classes = fixed(call, "input", logits, -1)
+    classes = fixed(put.call, "input", logits, -1)
     if label.shape is not None and label.shape[-1] != classes:
-        raise ArgumentError(f"{call}: soft label {describe(label)} must have {classes} classes, as {describe(logits)}")
+        raise ArgumentError(
+            f"{put.call}: soft label {describe(label)} must have {classes} classes, as {describe(logits)}"
+        )
     if smooth:
         label = put("Add", put("Mul", label, constant(label, 1 - smooth)), constant(label, smooth / classes))
     logs = put("LogSoftmax", logits, axis=-1) if softmax else put("Log", logits)
@@ -262,21 +259,21 @@ def label_smooth(
     share = real(call, "epsilon", epsilon)
     if not 0 <= share <= 1:
         raise ArgumentError(f"{call}: epsilon must be in [0, 1], not {share:g}")
-    prefix = fresh(call)
-    kept = append(call, "Mul", [label, constant(label, 1 - share)], prefix=prefix)
+    put = appending(call)
+    kept = put("Mul", label, constant(label, 1 - share))
     if prior_dist is None:
-        return append(call, "Add", [kept, constant(label, share / fixed(call, "label", label, -1))], prefix=prefix)
+        return put("Add", kept, constant(label, share / fixed(call, "label", label, -1)))
     variable(call, "prior_dist", prior_dist, dtypes=(str(label.dtype),))
-    spread = append(call, "Mul", [prior_dist, constant(label, share)], prefix=prefix)
-    return append(call, "Add", [kept, spread], prefix=prefix)
+    spread = put("Mul", prior_dist, constant(label, share))
+    return put("Add", kept, spread)
 
 
-def _as_label(call: str, loss: Variable, label: Variable, prefix: str) -> Variable:
+def _as_label(put: Builder, loss: Variable, label: Variable) -> Variable:
     """``loss`` in the shape of its label."""
     sizes = [d if isinstance(d, int) else -1 for d in label.shape or ()]
     if sizes.count(-1) < 2:
-        return append(call, "Reshape", [loss, np.array(sizes, np.int64)], prefix=prefix)
-    y = append(call, "Reshape", [loss, append(call, "Shape", [label], prefix=prefix)], prefix=prefix)
+        return put("Reshape", loss, np.array(sizes, np.int64))
+    y = put("Reshape", loss, put("Shape", label))
     y.shape = label.shape  # which inference does not find behind a Shape
     return y
 
@@ -300,12 +297,12 @@ def _place_loss(logits: Variable, place: Variable) -> Variable:
     """Cross entropy of ``place`` [N] under ``logits`` [N, length], over the places that lie inside."""
     call = "span_loss"
     variable(call, "logits", logits, dtypes=FLOATING, rank=2)
-    prefix = fresh(call)
-    target = cast(_labels(call, logits, place, prefix), "int64")
-    length = append(call, "Shape", [logits], attrs={"start": 1}, prefix=prefix)
-    above = append(call, "GreaterOrEqual", [target, np.array(0, np.int64)], prefix=prefix)
-    inside = append(call, "And", [above, append(call, "Less", [target, length], prefix=prefix)], prefix=prefix)
-    target = append(call, "Where", [inside, target, np.array(-100, np.int64)], prefix=prefix)
+    put = appending(call)
+    target = cast(_labels(put, logits, place), "int64")
+    length = put("Shape", logits, start=1)
+    above = put("GreaterOrEqual", target, np.array(0, np.int64))
+    inside = put("And", above, put("Less", target, length))
+    target = put("Where", inside, target, np.array(-100, np.int64))
     total = cross_entropy(logits, target, reduction="sum")
     count = sum(cast(inside, str(total.dtype)))
     return append(call, "Div", [total, append(call, "Max", [count, np.array(1, numpy_dtype(str(total.dtype)))])])
@@ -324,14 +321,14 @@ def accuracy(input: Variable, label: Variable, k: int = 1, *, name: str | None =
     classes = input.shape[-1]
     if isinstance(classes, int) and k > classes:
         raise ArgumentError(f"{call}: k={k}, but {describe(input)} has {classes} classes")
-    prefix = fresh(call)
-    target = _labels(call, input, label, prefix)
+    put = appending(call)
+    target = _labels(put, input, label)
     if target.dtype != "int64":
         target = cast(target, "int64")
     if k == 1:
-        best = append(call, "ArgMax", [input], attrs={"axis": -1, "keepdims": 0}, prefix=prefix)
-        return mean(cast(append(call, "Equal", [best, target], prefix=prefix), "float32"))
-    _, best = append_many(call, "TopK", [input, np.array([k], np.int64)], 2, prefix=prefix)
-    column = append(call, "Unsqueeze", [target, np.array([-1], np.int64)], prefix=prefix)
-    hits = cast(append(call, "Equal", [best, column], prefix=prefix), "float32")
+        best = put("ArgMax", input, axis=-1, keepdims=0)
+        return mean(cast(put("Equal", best, target), "float32"))
+    _, best = put.several(2, "TopK", input, np.array([k], np.int64))
+    column = put("Unsqueeze", target, np.array([-1], np.int64))
+    hits = cast(put("Equal", best, column), "float32")
     return mean(sum(hits, axis=-1))

@@ -9,7 +9,7 @@ from typing import Any
 
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.nodes import Variable
-from amp_transpiler.nn.building import append, describe, fixed, fresh, variable, whole
+from amp_transpiler.nn.building import Builder, appending, describe, fixed, variable, whole
 from amp_transpiler.nn.calls import member
 from amp_transpiler.nn.windows import Image, Padding, Sizes, check_fit, image, numbers, output_sizes, padding
 
@@ -74,11 +74,11 @@ def transposed(
 
 
 def applied(
-    type_: str, at: Image, weights: Variable, bias: Variable | None, attrs: Attributes, prefix: str
+    put: Builder, type_: str, at: Image, weights: Variable, bias: Variable | None, attrs: Attributes
 ) -> Variable:
     """The operator ``type_`` on an image, in the layout in which it came."""
-    inputs = [at.channels_first(prefix), weights, *([] if bias is None else [bias])]
-    return at.as_given(append(at.call, type_, inputs, attrs=attrs, prefix=prefix), prefix)
+    inputs = [at.channels_first(put), weights, *([] if bias is None else [bias])]
+    return at.as_given(put, put(type_, *inputs, **attrs))
 
 
 def _filters(call: str, at: Image, weight: Variable, rank: int, groups: int | None, own: int) -> tuple[list[int], int]:
@@ -116,7 +116,7 @@ def _convolution(
     at = image(call, x, rank, data_format)
     kernel, group = _filters(call, at, weight, rank, groups, 1)
     attrs = sliding(at, kernel, stride, padding, dilation, group)
-    return applied("Conv", at, weight, bias, attrs, fresh(call))
+    return applied(appending(call), "Conv", at, weight, bias, attrs)
 
 
 def _transposed_convolution(
@@ -143,7 +143,7 @@ def _transposed_convolution(
     at = image(call, x, rank, data_format)
     kernel, group = _filters(call, at, weight, rank, groups, 0)
     attrs = transposed(at, kernel, stride, padding, dilation, group, output_padding, output_size)
-    return applied("ConvTranspose", at, weight, bias, attrs, fresh(call))
+    return applied(appending(call), "ConvTranspose", at, weight, bias, attrs)
 
 
 conv1d, conv2d, conv3d = (member(_convolution, rank, f"conv{rank}d") for rank in (1, 2, 3))

@@ -10,7 +10,7 @@ from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.nn.activation_functions import activate, check_activation
-from amp_transpiler.nn.building import describe, layer_name, whole
+from amp_transpiler.nn.building import Builder, describe, layer_name, whole
 from amp_transpiler.nn.calls import family
 from amp_transpiler.nn.conv_functions import Attributes, applied, groups_of, sliding, transposed
 from amp_transpiler.nn.initializer import Constant, Initializer, KaimingNormal, XavierUniform
@@ -60,7 +60,7 @@ def _layer(
     bias = None
     if bias_attr is not False:
         bias = parameter(call, f"{name}.b_0", [filters], at.x.dtype, bias_attr, Constant())
-    return activate(applied(type_, at, weights, bias, attrs, name), act, name)
+    return activate(applied(Builder(call, name), type_, at, weights, bias, attrs), act, name)
 
 
 def _convolution(

@@ -12,7 +12,7 @@ import numpy as np
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import element_type, numpy_dtype
-from amp_transpiler.nn.building import append, fresh, integers, real, variable
+from amp_transpiler.nn.building import append, appending, fresh, integers, real, variable
 from amp_transpiler.nn.calls import function
 from amp_transpiler.program import default_main_program
 
@@ -52,11 +52,11 @@ def ones(shape: Sequence[int], dtype: Any = "float32", *, name: str | None = Non
 def full_like(x: Variable, fill_value: float, dtype: Any = None, *, name: str | None = None) -> Variable:
     """``fill_value`` in the shape of ``x``, and in its element type unless ``dtype`` gives another."""
     call = "full_like"
-    prefix = fresh(call)
-    shape = append(call, "Shape", [variable(call, "x", x)], prefix=prefix)
+    put = appending(call)
+    shape = put("Shape", variable(call, "x", x))
     kind = element_type(x.dtype if dtype is None else dtype)
     content = np.array(real(call, "fill_value", fill_value)).astype(numpy_dtype(kind))
-    y = append(call, "Expand", [content, shape], prefix=prefix)
+    y = put("Expand", content, shape)
     y.shape = x.shape  # which inference does not find behind a Shape
     return y
 

@@ -13,13 +13,12 @@ from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import element_type
 from amp_transpiler.nn.building import (
     FLOATING,
+    Builder,
     append,
-    append_many,
     appending,
     as_type,
     clip_bounds,
     constant,
-    fresh,
     operand,
     real,
     variable,
@@ -155,8 +154,8 @@ logical_or = _of_two("logical_or", "Or", "True where one of both (bool) is True,
 @function()
 def not_equal(x: Any, y: Any, *, name: str | None = None) -> Variable:
     """True where x is not y, broadcast."""
-    prefix = fresh("not_equal")
-    return append("not_equal", "Not", [binary("not_equal", "Equal", x, y)], prefix=prefix)
+    put = appending("not_equal")
+    return put("Not", binary("not_equal", "Equal", x, y))
 
 
 # -- selection --------------------------------------------------------------------------------------------------
@@ -200,11 +199,11 @@ def scale(
     if act is not None:
         raise ArgumentError(f"{call}: act={act!r} is not taken here; apply the activation to the result")
     steps = [("Mul", real(call, "scale", scale), 1.0), ("Add", real(call, "bias", bias), 0.0)]
-    prefix, y = fresh(call), x
+    put, y = appending(call), x
     for type_, number, neutral in steps if switch(f"{call}: bias_after_scale", bias_after_scale) else steps[::-1]:
         if number != neutral:
-            y = append(call, type_, [y, constant(x, number)], prefix=prefix)
-    return y if y is not x else append(call, "Identity", [x], prefix=prefix)
+            y = put(type_, y, constant(x, number))
+    return y if y is not x else put("Identity", x)
 
 
 @function()
@@ -234,15 +233,15 @@ def dropout(
     training = switch(f"{call}: training", training)
     if p == 0 or (not training and mode == "upscale_in_train"):
         return x
-    prefix = fresh(call)
-    y = append_dropout(call, x, p, prefix) if training else x
-    return y if mode == "upscale_in_train" else append(call, "Mul", [y, constant(x, 1 - p)], prefix=prefix)
+    put = appending(call)
+    y = append_dropout(put, x, p) if training else x
+    return y if mode == "upscale_in_train" else put("Mul", y, constant(x, 1 - p))
 
 
-def append_dropout(call: str, x: Variable, p: float, prefix: str) -> Variable:
+def append_dropout(put: Builder, x: Variable, p: float) -> Variable:
     """ONNX Dropout in training mode with a mask of its own."""
     rng_state(x.program, default_startup_program())
-    y, mask = append_many(call, "Dropout", [x, np.array(p, np.float32), np.array(True)], 2, prefix=prefix)
+    y, mask = put.several(2, "Dropout", x, np.array(p, np.float32), np.array(True))
     assert y.producer is not None
     y.producer.metadata[MASK_ID] = str(mask.key)  # a key is unique in its program, and the number outlives clones
     return y

@@ -16,11 +16,10 @@ from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.nn.building import (
     FLOATING,
     INTEGER,
-    append,
+    Builder,
     appending,
     constant,
     fixed,
-    fresh,
     layer_name,
     variable,
     whole,
@@ -52,7 +51,7 @@ def embedding(
     variable(call, "x", x, dtypes=INTEGER)
     name = layer_name(call, name)
     table = _table(call, size, dtype, param_attr, name, is_sparse)
-    return _rows(call, table, x, _padding_row(call, padding_idx, table), name)
+    return _rows(Builder(call, name), table, x, _padding_row(call, padding_idx, table))
 
 
 @paddle_arguments("nn.weights")
@@ -79,7 +78,7 @@ def embedding_bag(
     _bags(call, x, offsets, mode)
     name = layer_name(call, name)
     table = _table(call, size, dtype, param_attr, name, is_sparse)
-    return _bagged(call, table, x, offsets, mode, _padding_row(call, padding_idx, table), name)
+    return _bagged(Builder(call, name), table, x, offsets, mode, _padding_row(call, padding_idx, table))
 
 
 def _table(call: str, size: Any, dtype: Any, param_attr: Attr, name: str, is_sparse: bool) -> Variable:
@@ -102,13 +101,13 @@ def _padding_row(call: str, padding_idx: int | None, table: Variable) -> int | N
     return row % rows
 
 
-def _rows(call: str, table: Variable, x: Variable, padding: int | None, prefix: str) -> Variable:
-    y = append(call, "Gather", [table, x], attrs={"axis": 0}, prefix=prefix)
+def _rows(put: Builder, table: Variable, x: Variable, padding: int | None) -> Variable:
+    y = put("Gather", table, x, axis=0)
     if padding is None:
         return y
-    pads = append(call, "Equal", [x, constant(x, padding)], prefix=prefix)
-    column = append(call, "Unsqueeze", [pads, np.array([-1], np.int64)], prefix=prefix)
-    return append(call, "Where", [column, constant(y, 0), y], prefix=prefix)
+    pads = put("Equal", x, constant(x, padding))
+    column = put("Unsqueeze", pads, np.array([-1], np.int64))
+    return put("Where", column, constant(y, 0), y)
 
 
 @function()
@@ -120,7 +119,7 @@ def functional_embedding(
     variable(call, "x", x, dtypes=INTEGER)
     variable(call, "weight", weight, dtypes=FLOATING, rank=2)
     weight.sparse = switch(f"{call}: sparse", sparse) or weight.sparse
-    return _rows(call, weight, x, _padding_row(call, padding_idx, weight), fresh(call))
+    return _rows(appending(call), weight, x, _padding_row(call, padding_idx, weight))
 
 
 @function()
@@ -139,7 +138,7 @@ def functional_embedding_bag(
     _bags(call, x, offsets, mode)
     variable(call, "weight", weight, dtypes=FLOATING, rank=2)
     weight.sparse = switch(f"{call}: sparse", sparse) or weight.sparse
-    return _bagged(call, weight, x, offsets, mode, _padding_row(call, padding_idx, weight), fresh(call))
+    return _bagged(appending(call), weight, x, offsets, mode, _padding_row(call, padding_idx, weight))
 
 
 def _bags(call: str, x: Variable, offsets: Variable | None, mode: str) -> None:
@@ -150,16 +149,16 @@ def _bags(call: str, x: Variable, offsets: Variable | None, mode: str) -> None:
 
 
 def _bagged(
-    call: str, table: Variable, x: Variable, offsets: Variable | None, mode: str, padding: int | None, prefix: str
+    put: Builder, table: Variable, x: Variable, offsets: Variable | None, mode: str, padding: int | None
 ) -> Variable:
-    return bags_of_rows(call, _rows(call, table, x, padding, prefix), x, offsets, mode, padding, prefix)
+    return bags_of_rows(put, _rows(put, table, x, padding), x, offsets, mode, padding)
 
 
 def bags_of_rows(
-    call: str, found: Variable, x: Variable, offsets: Variable | None, mode: str, padding: int | None, prefix: str
+    put: Builder, found: Variable, x: Variable, offsets: Variable | None, mode: str, padding: int | None
 ) -> Variable:
     """:func:`embedding_bag` of rows that were looked up: ``found`` has one more dimension than ``x``."""
-    add = appending(call, prefix)
+    add = put
 
     def cast(value: Variable, dtype: str | None) -> Variable:
         return value if value.dtype == dtype else add("Cast", value, to=ONNX_TYPES[str(dtype)])
@@ -178,7 +177,7 @@ def bags_of_rows(
         count = None if ones is None else add("ReduceSum", ones, along, keepdims=1)
     else:
         bag, start = _bag_of_each(add, x, cast(offsets, "int64"))
-        flat = np.ones((1, fixed(call, "weight", found, 1)), np.float32)
+        flat = np.ones((1, fixed(put.call, "weight", found, 1)), np.float32)
         total = _added(add, add("Mul", start, flat), bag, rows)
         count = None if ones is None else _added(add, start, bag, add("Unsqueeze", ones, along))
     if count is not None:

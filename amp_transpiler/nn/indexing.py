@@ -13,12 +13,12 @@ from amp_transpiler.ir.types import HALF, INTEGERS, ONNX_TYPES, element_type
 from amp_transpiler.nn.building import (
     INTEGER,
     LARGEST,
+    Builder,
     append,
-    append_many,
+    appending,
     axis_of,
     describe,
     fixed,
-    fresh,
     variable,
     whole,
 )
@@ -55,9 +55,9 @@ def index_select(x: Variable, index: Variable, axis: int = 0, *, name: str | Non
 def gather_nd(x: Variable, index: Variable, *, name: str | None = None) -> Variable:
     """``x`` at the places ``index`` [.., k] (int64 or int32) of its first k dimensions."""
     call = "gather_nd"
-    prefix = fresh(call)
+    put = appending(call)
     variable(call, "x", x, min_rank=1)
-    return append(call, "GatherND", [x, _int64(call, index, prefix)], prefix=prefix)
+    return put("GatherND", x, _int64(put, index))
 
 
 @function()
@@ -69,12 +69,12 @@ def nonzero(x: Variable, as_tuple: bool = False, *, name: str | None = None) -> 
     """
     call = "nonzero"
     variable(call, "x", x, dtypes=_COUNTED, min_rank=1)
-    prefix, rank = fresh(call), len(x.shape or ())
+    put, rank = appending(call), len(x.shape or ())
     if not switch(f"{call}: as_tuple", as_tuple):
-        return _places(call, x, prefix)
-    found = append(call, "NonZero", [x], prefix=prefix)
-    rows = [append(call, "Gather", [found, np.array([i], np.int64)], prefix=prefix) for i in range(rank)]
-    return tuple(append(call, "Transpose", [row], attrs={"perm": [1, 0]}, prefix=prefix) for row in rows)
+        return _places(put, x)
+    found = put("NonZero", x)
+    rows = [put("Gather", found, np.array([i], np.int64)) for i in range(rank)]
+    return tuple(put("Transpose", row, perm=[1, 0]) for row in rows)
 
 
 @function()
@@ -106,38 +106,36 @@ def unique(
     """
     call = "unique"
     variable(call, "x", x, dtypes=(*_SORTED, *_HOLDS), min_rank=1)
-    prefix, kind = fresh(call), element_type(dtype)
+    put, kind = appending(call), element_type(dtype)
     if kind not in INTEGER:
         raise ArgumentError(f"{call}: dtype is {kind}; expected int64 or int32")
     if axis is None:
-        x, at, attrs = append(call, "Reshape", [x, np.array([-1], np.int64)], prefix=prefix), 0, {}
+        x, at, attrs = put("Reshape", x, np.array([-1], np.int64)), 0, {}
     else:
         at = axis_of(call, axis, x)
         attrs = {"axis": at}
     held = x
     if x.dtype not in _SORTED:
-        held = append(call, "Cast", [x], attrs={"to": ONNX_TYPES[_HOLDS[str(x.dtype)]]}, prefix=prefix)
-    _, index, inverse, counts = append_many(call, "Unique", [held], 4, attrs=attrs, prefix=prefix)
-    values = append(call, "Gather", [x, index], attrs={"axis": at}, prefix=prefix)
+        held = put("Cast", x, to=ONNX_TYPES[_HOLDS[str(x.dtype)]])
+    _, index, inverse, counts = put.several(4, "Unique", held, **attrs)
+    values = put("Gather", x, index, axis=at)
     asked = {"return_index": (return_index, index), "return_inverse": (return_inverse, inverse)}
     asked["return_counts"] = return_counts, counts
     found = [place for name, (wanted, place) in asked.items() if switch(f"{call}: {name}", wanted)]
     if kind != "int64":
-        found = [append(call, "Cast", [each], attrs={"to": ONNX_TYPES[kind]}, prefix=prefix) for each in found]
+        found = [put("Cast", each, to=ONNX_TYPES[kind]) for each in found]
     return (values, *found) if found else values
 
 
-def _places(call: str, mask: Variable, prefix: str) -> Variable:
+def _places(put: Builder, mask: Variable) -> Variable:
     """Where a tensor is not 0: int64 [n, rank]."""
-    return append(
-        call, "Transpose", [append(call, "NonZero", [mask], prefix=prefix)], attrs={"perm": [1, 0]}, prefix=prefix
-    )
+    return put("Transpose", put("NonZero", mask), perm=[1, 0])
 
 
 def _selected(call: str, x: Variable, mask: Variable) -> Variable:
     """What lies where a mask of the first dimensions is true."""
-    prefix = fresh(call)
-    return append(call, "GatherND", [x, _places(call, mask, prefix)], prefix=prefix)
+    put = appending(call)
+    return put("GatherND", x, _places(put, mask))
 
 
 @function("nn.take_along_axis")
@@ -150,27 +148,27 @@ def take_along_axis(arr: Variable, indices: Variable, axis: int, *, name: str | 
     call = "take_along_axis"
     at = axis_of(call, axis, variable(call, "arr", arr, min_rank=1))
     variable(call, "indices", indices, dtypes=INTEGER, rank=len(arr.shape or ()))
-    prefix = fresh(call)
-    operands = [_repeated(call, x, like, at, prefix) for x, like in ((arr, indices), (indices, arr))]
-    return append(call, "GatherElements", operands, attrs={"axis": at}, prefix=prefix)
+    put = appending(call)
+    operands = [_repeated(put, x, like, at) for x, like in ((arr, indices), (indices, arr))]
+    return put("GatherElements", *operands, axis=at)
 
 
-def _repeated(call: str, x: Variable, like: Variable, at: int, prefix: str) -> Variable:
+def _repeated(put: Builder, x: Variable, like: Variable, at: int) -> Variable:
     """``x`` with the sizes of ``like`` where it has one element, but along the dimension ``at``."""
     pairs = enumerate(zip(x.shape or (), like.shape or (), strict=True))
     single = [i for i, (own, other) in pairs if own == 1 != other and i != at]
     if not single:
         return x
     sizes = np.ones(len(x.shape or ()), np.int64)
-    sizes[single] = [fixed(call, like.name, like, i) for i in single]
-    return append(call, "Expand", [x, sizes], prefix=prefix)
+    sizes[single] = [fixed(put.call, like.name, like, i) for i in single]
+    return put("Expand", x, sizes)
 
 
-def _int64(call: str, index: Variable, prefix: str) -> Variable:
-    variable(call, "index", index, dtypes=INTEGER, min_rank=1)
+def _int64(put: Builder, index: Variable) -> Variable:
+    variable(put.call, "index", index, dtypes=INTEGER, min_rank=1)
     if index.dtype == "int64":
         return index
-    return append(call, "Cast", [index], attrs={"to": ONNX_TYPES["int64"]}, prefix=prefix)
+    return put("Cast", index, to=ONNX_TYPES["int64"])
 
 
 @function()
@@ -182,24 +180,24 @@ def scatter(
     With ``overwrite=False`` these rows start from 0 and all updates to one row are added.
     """
     call = "scatter"
-    prefix = fresh(call)
+    put = appending(call)
     variable(call, "index", index, dtypes=INTEGER, rank=1)
-    place = append(call, "Unsqueeze", [_int64(call, index, prefix), np.array([1], np.int64)], prefix=prefix)
+    place = put("Unsqueeze", _int64(put, index), np.array([1], np.int64))
     variable(call, "updates", updates, dtypes=(str(variable(call, "x", x, min_rank=1).dtype),))
     if switch(f"{call}: overwrite", overwrite):
-        return append(call, "ScatterND", [x, place, updates], prefix=prefix)
-    cleared = append(call, "ScatterND", [x, place, zeros_like(updates)], prefix=prefix)
-    return append(call, "ScatterND", [cleared, place, updates], attrs={"reduction": "add"}, prefix=prefix)
+        return put("ScatterND", x, place, updates)
+    cleared = put("ScatterND", x, place, zeros_like(updates))
+    return put("ScatterND", cleared, place, updates, reduction="add")
 
 
 @function()
 def scatter_nd_add(x: Variable, index: Variable, updates: Variable, *, name: str | None = None) -> Variable:
     """``x`` with ``updates`` added at the places ``index`` [.., k] (int64 or int32) of its first k dimensions."""
     call = "scatter_nd_add"
-    prefix = fresh(call)
+    put = appending(call)
     variable(call, "updates", updates, dtypes=(str(variable(call, "x", x, min_rank=1).dtype),))
-    inputs = [x, _int64(call, index, prefix), updates]
-    return append(call, "ScatterND", inputs, attrs={"reduction": "add"}, prefix=prefix)
+    inputs = [x, _int64(put, index), updates]
+    return put("ScatterND", *inputs, reduction="add")
 
 
 @function("nn.one_hot")
@@ -248,7 +246,7 @@ def _where_true(call: str, x: Variable, mask: Variable) -> Variable:
 
 def _indexed(call: str, x: Variable, keys: list[Any]) -> Variable:
     """One key for each dimension of ``x``, None between them: one Slice, one Gather, one Squeeze, one Unsqueeze."""
-    prefix, y, axis = fresh(call), x, 0
+    put, y, axis = appending(call), x, 0
     bounds: list[tuple[int, int, int, int]] = []
     dropped: list[int] = []
     added: list[int] = []
@@ -271,14 +269,14 @@ def _indexed(call: str, x: Variable, keys: list[Any]) -> Variable:
         axis += 1
     if bounds:
         columns = [np.array(column, np.int64) for column in zip(*bounds, strict=True)]
-        y = append(call, "Slice", [y, columns[1], columns[2], columns[0], columns[3]], prefix=prefix)
+        y = put("Slice", y, columns[1], columns[2], columns[0], columns[3])
     if gathered is not None:
-        y = append(call, "Gather", [y, gathered[1]], attrs={"axis": gathered[0]}, prefix=prefix)
+        y = put("Gather", y, gathered[1], axis=gathered[0])
     if dropped:
-        y = append(call, "Squeeze", [y, np.array(dropped, np.int64)], prefix=prefix)
+        y = put("Squeeze", y, np.array(dropped, np.int64))
     if added:
-        y = append(call, "Unsqueeze", [y, np.array(added, np.int64)], prefix=prefix)
-    return y if y is not x else append(call, "Identity", [x], prefix=prefix)
+        y = put("Unsqueeze", y, np.array(added, np.int64))
+    return y if y is not x else put("Identity", x)
 
 
 def _bounds(call: str, key: slice, size: object) -> tuple[int, int, int]:
@@ -312,8 +310,8 @@ def _vector(call: str, x: Variable, axis: int, key: Any) -> Any:
         found = variable(call, "index", key, dtypes=(*INTEGER, "bool"), rank=1)
         if found.dtype != "bool":
             return found
-        prefix = fresh(call)
-        return append(call, "Squeeze", [append(call, "NonZero", [key], prefix=prefix), np.array([0])], prefix=prefix)
+        put = appending(call)
+        return put("Squeeze", put("NonZero", key), np.array([0]))
     array = np.asarray(key) if isinstance(key, (list, np.ndarray)) else None
     if array is None or array.ndim != 1 or array.dtype.kind not in "iub":
         raise ArgumentTypeError(

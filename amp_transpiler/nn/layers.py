@@ -18,7 +18,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.nn.activation_functions import activate, check_activation
-from amp_transpiler.nn.building import FLOATING, append, describe, fixed, layer_name, variable, whole
+from amp_transpiler.nn.building import FLOATING, Builder, describe, fixed, layer_name, variable, whole
 from amp_transpiler.nn.initializer import Constant, XavierUniform
 from amp_transpiler.nn.parameters import Attr, parameter, required
 from amp_transpiler.option_checks import choice
@@ -58,21 +58,22 @@ def fc(
     features = math.prod(fixed(call, "x", x, axis, _FLATTENED) for axis in range(kept, rank))
     required(call, "param_attr", param_attr)
     name = layer_name(call, name)
+    put = Builder(call, name)
     weight = parameter(call, f"{name}.w_0", [features, size], x.dtype, param_attr, XavierUniform())
     bias = parameter(call, f"{name}.b_0", [size], x.dtype, bias_attr, Constant()) if bias_attr is not False else None
     if rank > kept + 1:
-        x = _merged(call, x, kept, features, name)
-    y = append(call, "MatMul", [x, weight], prefix=name)
+        x = _merged(put, x, kept, features)
+    y = put("MatMul", x, weight)
     if bias is not None:
-        y = append(call, "Add", [y, bias], prefix=name)
+        y = put("Add", y, bias)
     return activate(y, act, name)
 
 
-def _merged(call: str, x: Variable, kept: int, features: int, prefix: str) -> Variable:
+def _merged(put: Builder, x: Variable, kept: int, features: int) -> Variable:
     """All dimensions from ``kept`` on as one."""
     if kept == 1:
-        return append(call, "Flatten", [x], attrs={"axis": 1}, prefix=prefix)
-    return append(call, "Reshape", [x, np.array([0] * kept + [features], np.int64)], prefix=prefix)
+        return put("Flatten", x, axis=1)
+    return put("Reshape", x, np.array([0] * kept + [features], np.int64))
 
 
 @paddle_arguments("nn.input", "nn.weights")
@@ -97,7 +98,8 @@ def prelu(
         shape = [1, *(fixed(call, "x", x, i) for i in range(1, rank))]
     required(call, "param_attr", param_attr)
     name = layer_name(call, name)
+    put = Builder(call, name)
     slope = parameter(call, f"{name}.w_0", shape, x.dtype, param_attr, Constant(0.25))
     if mode == "channel" and axis != rank - 1:
-        slope = append(call, "Reshape", [slope, np.array([-1, *[1] * (rank - 2)], np.int64)], prefix=name)
-    return append(call, "PRelu", [x, slope], prefix=name)
+        slope = put("Reshape", slope, np.array([-1, *[1] * (rank - 2)], np.int64))
+    return put("PRelu", x, slope)

@@ -6,7 +6,7 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.nodes import Variable
-from amp_transpiler.nn.building import FLOATING, LARGEST, append, fresh, variable, whole
+from amp_transpiler.nn.building import FLOATING, LARGEST, append, appending, variable, whole
 from amp_transpiler.nn.calls import function
 from amp_transpiler.option_checks import switch
 
@@ -72,11 +72,11 @@ def linear(x: Variable, weight: Variable, bias: Variable | None = None, *, name:
     call = "linear"
     variable(call, "x", x, dtypes=FLOATING, min_rank=1)
     variable(call, "weight", weight, dtypes=(str(x.dtype),), rank=2)
-    prefix = fresh(call)
-    y = append(call, "MatMul", [x, weight], prefix=prefix)
+    put = appending(call)
+    y = put("MatMul", x, weight)
     if bias is None:
         return y
-    return append(call, "Add", [y, variable(call, "bias", bias, dtypes=(str(x.dtype),), rank=1)], prefix=prefix)
+    return put("Add", y, variable(call, "bias", bias, dtypes=(str(x.dtype),), rank=1))
 
 
 def _triangle(call: str, x: Variable, diagonal: int, upper: int) -> Variable:

@@ -8,32 +8,32 @@ from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.infer import differ
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import numpy_dtype
-from amp_transpiler.nn.building import FLOATING, append, appending, constant, describe, fresh, real, variable
+from amp_transpiler.nn.building import FLOATING, Builder, appending, constant, describe, real, variable
 from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.classification import check_reduction, reduced
 from amp_transpiler.nn.elementwise_functions import cast
 from amp_transpiler.nn.reduction import sum
 
 
-def _alike(call: str, input: Variable, label: Variable, reduction: str) -> str:
-    """Check two floats of one shape and a reduction; a prefix for what is appended."""
+def _alike(call: str, input: Variable, label: Variable, reduction: str) -> Builder:
+    """Check two floats of one shape and a reduction; what appends the rest."""
     variable(call, "input", input, dtypes=FLOATING)
     variable(call, "label", label, dtypes=FLOATING)
     check_reduction(call, reduction)
     a, b = input.shape, label.shape
     if a is not None and b is not None and differ(a, b):
         raise ArgumentError(f"{call}: input {describe(input)} and label {describe(label)} must have one shape")
-    return fresh(call)
+    return appending(call)
 
 
 @function()
 def mse_loss(input: Variable, label: Variable, reduction: str = "mean", *, name: str | None = None) -> Variable:
     """(input - label)**2, both float of one shape; ``reduction`` "mean", "sum" or "none"."""
     call = "mse_loss"
-    prefix = _alike(call, input, label, reduction)
-    difference = append(call, "Sub", [input, label], prefix=prefix)
+    put = _alike(call, input, label, reduction)
+    difference = put("Sub", input, label)
     two = np.array(2, numpy_dtype(input.dtype or "float32"))
-    square = append(call, "Pow", [difference, two], prefix=prefix)  # Pow, not Mul: a square is computed in fp32
+    square = put("Pow", difference, two)  # Pow, not Mul: a square is computed in fp32
     return reduced(square, reduction)
 
 
@@ -43,15 +43,14 @@ def square_error_cost(input: Variable, label: Variable, *, name: str | None = No
     return mse_loss(input, label, "none")
 
 
-def _distance(call: str, input: Variable, label: Variable, prefix: str) -> Variable:
-    return append(call, "Abs", [append(call, "Sub", [input, label], prefix=prefix)], prefix=prefix)
+def _distance(put: Builder, input: Variable, label: Variable) -> Variable:
+    return put("Abs", put("Sub", input, label))
 
 
 @function()
 def l1_loss(input: Variable, label: Variable, reduction: str = "mean", *, name: str | None = None) -> Variable:
     """The absolute difference of two floats of one shape; ``reduction`` "mean", "sum" or "none"."""
-    call = "l1_loss"
-    return reduced(_distance(call, input, label, _alike(call, input, label, reduction)), reduction)
+    return reduced(_distance(_alike("l1_loss", input, label, reduction), input, label), reduction)
 
 
 @function()
@@ -63,15 +62,15 @@ def smooth_l1_loss(
     Both float of one shape; ``reduction`` "mean", "sum" or "none".
     """
     call = "smooth_l1_loss"
-    prefix = _alike(call, input, label, reduction)
+    put = _alike(call, input, label, reduction)
     limit = real(call, "delta", delta)
     if limit <= 0:
         raise ArgumentError(f"{call}: delta must be above 0, not {limit:g}")
-    distance = _distance(call, input, label, prefix)
-    near = append(call, "Min", [distance, constant(input, limit)], prefix=prefix)  # near * (distance - near / 2)
-    half = append(call, "Mul", [near, constant(input, 0.5)], prefix=prefix)
-    rest = append(call, "Sub", [distance, half], prefix=prefix)
-    return reduced(append(call, "Mul", [near, rest], prefix=prefix), reduction)
+    distance = _distance(put, input, label)
+    near = put("Min", distance, constant(input, limit))  # near * (distance - near / 2)
+    half = put("Mul", near, constant(input, 0.5))
+    rest = put("Sub", distance, half)
+    return reduced(put("Mul", near, rest), reduction)
 
 
 @function()
@@ -92,8 +91,7 @@ def bce_with_logits(
     factor of the label's own term; both broadcast.
     """
     call = "bce_with_logits"
-    prefix = _alike(call, input, label, reduction)
-    put = appending(call, prefix)
+    put = _alike(call, input, label, reduction)
     # softplus(input) - input * label has p - 1 for a slope where the label is 1, of which 16 bit keeps nothing near 0.
     hit = put("Mul", label, put("Softplus", put("Neg", input)))
     if pos_weight is not None:
@@ -131,8 +129,7 @@ def binary_cross_entropy(
     ``weight``: a factor of each loss, broadcast.
     """
     call = "binary_cross_entropy"
-    prefix = _alike(call, input, label, reduction)
-    put = appending(call, prefix)
+    put = _alike(call, input, label, reduction)
 
     def logarithm(p: Variable) -> Variable:
         positive = put("Greater", p, constant(p, 0))
@@ -154,15 +151,15 @@ def kl_div(input: Variable, label: Variable, reduction: str = "mean", *, name: s
     the divergence of a row) give a scalar of shape [], "none" the shape of the input.
     """
     call = "kl_div"
-    prefix = _alike(call, input, label, "sum" if reduction == "batchmean" else reduction)
+    put = _alike(call, input, label, "sum" if reduction == "batchmean" else reduction)
     dtype = numpy_dtype(label.dtype or "float32")
-    positive = append(call, "Greater", [label, np.array(0, dtype)], prefix=prefix)
-    safe = append(call, "Where", [positive, label, np.array(1, dtype)], prefix=prefix)
-    ratio = append(call, "Sub", [append(call, "Log", [safe], prefix=prefix), input], prefix=prefix)
-    loss = append(call, "Mul", [label, ratio], prefix=prefix)
-    loss = append(call, "Where", [positive, loss, np.array(0, dtype)], prefix=prefix)  # also where input is -inf
+    positive = put("Greater", label, np.array(0, dtype))
+    safe = put("Where", positive, label, np.array(1, dtype))
+    ratio = put("Sub", put("Log", safe), input)
+    loss = put("Mul", label, ratio)
+    loss = put("Where", positive, loss, np.array(0, dtype))  # also where input is -inf
     if reduction != "batchmean":
         return reduced(loss, reduction)
-    rows = append(call, "Shape", [input], attrs={"start": 0, "end": 1}, prefix=prefix)
-    count = append(call, "Squeeze", [cast(rows, str(input.dtype)), np.array([0], np.int64)], prefix=prefix)
-    return append(call, "Div", [sum(loss), count], prefix=prefix)
+    rows = put("Shape", input, start=0, end=1)
+    count = put("Squeeze", cast(rows, str(input.dtype)), np.array([0], np.int64))
+    return put("Div", sum(loss), count)

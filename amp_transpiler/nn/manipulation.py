@@ -15,11 +15,11 @@ from amp_transpiler.nn.building import (
     Input,
     append,
     append_many,
+    appending,
     axes_of,
     axis_of,
     describe,
     fixed,
-    fresh,
     integers,
     operand,
     variable,
@@ -233,10 +233,10 @@ def stack(x: Sequence[Variable], axis: int = 0, *, name: str | None = None) -> V
     at = whole(call, "axis", axis, -rank)
     if at >= rank:
         raise ArgumentError(f"{call}: axis {axis} is outside the {rank} dimensions of the result")
-    prefix = fresh(call)
+    put = appending(call)
     place = np.array([at % rank], np.int64)
-    items = [append(call, "Unsqueeze", [variable(call, "each of x", v), place], prefix=prefix) for v in x]
-    return append(call, "Concat", items, attrs={"axis": at % rank}, prefix=prefix)
+    items = [put("Unsqueeze", variable(call, "each of x", v), place) for v in x]
+    return put("Concat", *items, axis=at % rank)
 
 
 @function()
@@ -247,9 +247,9 @@ def unstack(x: Variable, axis: int = 0, num: int | None = None, *, name: str | N
     count = fixed(call, "x", x, at)
     if num is not None and num != count:
         raise ArgumentError(f"{call}: num={num}, but dimension {at} of {describe(x)} has {count}")
-    prefix = fresh(call)
-    pieces = append_many(call, "Split", [x, np.ones(count, np.int64)], count, attrs={"axis": at}, prefix=prefix)
-    return [append(call, "Squeeze", [piece, np.array([at], np.int64)], prefix=prefix) for piece in pieces]
+    put = appending(call)
+    pieces = put.several(count, "Split", x, np.ones(count, np.int64), axis=at)
+    return [put("Squeeze", piece, np.array([at], np.int64)) for piece in pieces]
 
 
 @function()
@@ -276,9 +276,9 @@ broadcast_to = expand
 def expand_as(x: Variable, y: Variable, *, name: str | None = None) -> Variable:
     """``x`` repeated to the shape of ``y``."""
     call = "expand_as"
-    prefix = fresh(call)
-    shape = append(call, "Shape", [variable(call, "y", y)], prefix=prefix)
-    expanded = append(call, "Expand", [variable(call, "x", x), shape], prefix=prefix)
+    put = appending(call)
+    shape = put("Shape", variable(call, "y", y))
+    expanded = put("Expand", variable(call, "x", x), shape)
     expanded.shape = y.shape  # which inference does not find behind a Shape
     return expanded
 
@@ -291,13 +291,8 @@ def tile(x: Variable, repeat_times: Sequence[int], *, name: str | None = None) -
     times = integers(call, "repeat_times", repeat_times, 1)
     if len(times) > rank:
         lead = np.arange(len(times) - rank)
-        prefix = fresh(call)
-        return append(
-            call,
-            "Tile",
-            [append(call, "Unsqueeze", [x, lead], prefix=prefix), np.array(times, np.int64)],
-            prefix=prefix,
-        )
+        put = appending(call)
+        return put("Tile", put("Unsqueeze", x, lead), np.array(times, np.int64))
     return append(call, "Tile", [x, np.array([1] * (rank - len(times)) + times, np.int64)])
 
 
@@ -335,10 +330,10 @@ def roll(
     count = whole(call, "shifts", shifts, -LARGEST) % size
     if not count:
         return append(call, "Identity", [x])
-    prefix = fresh(call)
+    put = appending(call)
     cut = np.array([size - count, count], np.int64)
-    front, back = append_many(call, "Split", [x, cut], 2, attrs={"axis": at}, prefix=prefix)
-    return append(call, "Concat", [back, front], attrs={"axis": at}, prefix=prefix)
+    front, back = put.several(2, "Split", x, cut, axis=at)
+    return put("Concat", back, front, axis=at)
 
 
 _MODES = {"constant": "constant", "reflect": "reflect", "replicate": "edge", "circular": "wrap"}

@@ -18,13 +18,12 @@ from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.nn.activation_functions import activate, check_activation
 from amp_transpiler.nn.building import (
     FLOATING,
+    Builder,
     Input,
     append,
-    append_many,
     axis_of,
     describe,
     fixed,
-    fresh,
     integers,
     layer_name,
     real,
@@ -111,30 +110,31 @@ def batch_norm(
         for (suffix, start), attr in zip(_STATISTICS, (moving_mean_name, moving_variance_name), strict=True)
     ]
     switch(f"{call}: synchronized", synchronized)
-    y = _batch_normalised(at, affine, states, attrs, not (is_test or use_global_stats), name, synchronized)
+    training = not (is_test or use_global_stats)
+    y = _batch_normalised(Builder(call, name), at, affine, states, attrs, training, synchronized)
     return activate(y, act, name)
 
 
 def _batch_normalised(
+    put: Builder,
     at: Image,
     affine: Sequence[Input],
     states: Sequence[Variable],
-    attrs: dict[str, Any],
+    attrs: Any,
     training: bool,
-    prefix: str,
     synchronized: bool,
 ) -> Variable:
-    inputs: list[Input] = [at.channels_first(prefix), *affine, *states]
+    inputs: list[Input] = [at.channels_first(put), *affine, *states]
     if not training:
-        return at.as_given(append(at.call, "BatchNormalization", inputs, attrs=attrs, prefix=prefix), prefix)
+        return at.as_given(put, put("BatchNormalization", *inputs, **attrs))
     attrs = attrs | {"training_mode": 1}
     updates = default_main_program().updates  # a call before this one has moved shared statistics already
     inputs = [*inputs[:3], *(updates.get(state, state) for state in states)]
-    y, *statistics = append_many(at.call, "BatchNormalization", inputs, 3, attrs=attrs, prefix=prefix)
+    y, *statistics = put.several(3, "BatchNormalization", *inputs, **attrs)
     _update(states, statistics)
     if synchronized and y.producer is not None:
         y.producer.metadata[SYNCHRONIZED] = ASKED
-    return at.as_given(y, prefix)
+    return at.as_given(put, y)
 
 
 def _update(states: Sequence[Variable], values: Sequence[Variable]) -> None:
@@ -187,7 +187,7 @@ def layer_norm(
         call, name, shape, str(x.dtype), param_attr if scale else False, bias_attr if shift else False
     )
     inputs = [x, weight, *([bias] if isinstance(bias, Variable) else [])]
-    return activate(append(call, "LayerNormalization", inputs, attrs=attrs, prefix=name), act, name)
+    return activate(Builder(call, name)("LayerNormalization", *inputs, **attrs), act, name)
 
 
 @paddle_arguments("nn.layer", "nn.layout")
@@ -214,8 +214,8 @@ def group_norm(
     attrs = {"num_groups": count, "epsilon": _epsilon(call, epsilon)}
     name = layer_name(call, name)
     inputs = _scale_and_bias(call, name, [channels], str(x.dtype), param_attr, bias_attr)
-    y = append(call, "GroupNormalization", [at.channels_first(name), *inputs], attrs=attrs, prefix=name)
-    return activate(at.as_given(y, name), act, name)
+    put = Builder(call, name)
+    return activate(at.as_given(put, put("GroupNormalization", at.channels_first(put), *inputs, **attrs)), act, name)
 
 
 @paddle_arguments("nn.input", "nn.weights")
@@ -237,8 +237,8 @@ def instance_norm(
     channels, attrs = at.channels, {"epsilon": _epsilon(call, epsilon)}
     name = layer_name(call, name)
     inputs = _scale_and_bias(call, name, [channels], str(x.dtype), param_attr, bias_attr)
-    y = append(call, "InstanceNormalization", [at.channels_first(name), *inputs], attrs=attrs, prefix=name)
-    return at.as_given(y, name)
+    put = Builder(call, name)
+    return at.as_given(put, put("InstanceNormalization", at.channels_first(put), *inputs, **attrs))
 
 
 # -- functions of given parameters ----------------------------------------------------------------------------------
@@ -264,4 +264,4 @@ def functional_layer_norm(
     ones: Input = np.ones(sizes, numpy_dtype(str(x.dtype)))
     inputs = [x, ones if weight is None else weight, *([] if bias is None else [bias])]
     attrs = {"axis": axis, "epsilon": _epsilon(call, epsilon)}
-    return append(call, "LayerNormalization", inputs, attrs=attrs, prefix=fresh(call))
+    return append(call, "LayerNormalization", inputs, attrs=attrs)

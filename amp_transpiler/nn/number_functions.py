@@ -10,7 +10,7 @@ import numpy as np
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import INTEGERS, element_type, numpy_dtype
-from amp_transpiler.nn.building import FLOATING, INTEGER, append, fresh, operand, real, variable, whole
+from amp_transpiler.nn.building import FLOATING, INTEGER, append, operand, real, variable, whole
 from amp_transpiler.nn.calls import function
 from amp_transpiler.nn.creation import assign
 from amp_transpiler.nn.elementwise_functions import binary, cast, divide, equal, isinf, isnan, logical_not, logical_or
@@ -115,4 +115,4 @@ def sequence_mask(x: Variable, maxlen: int, dtype: Any = "int64", *, name: str |
     call = "sequence_mask"
     lengths = unsqueeze(variable(call, "x", x, dtypes=INTEGER), -1)
     places = operand(call, np.arange(whole(call, "maxlen", maxlen)), x)
-    return cast(append(call, "Less", [places, lengths], prefix=fresh(call)), dtype)
+    return cast(append(call, "Less", [places, lengths]), dtype)

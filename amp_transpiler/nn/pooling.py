@@ -12,7 +12,7 @@ import numpy as np
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.lists.paddle import paddle_arguments
-from amp_transpiler.nn.building import append, constant, fresh, moved, real
+from amp_transpiler.nn.building import Builder, append, appending, constant, moved, real
 from amp_transpiler.nn.calls import function, member
 from amp_transpiler.nn.windows import Image, Padding, Sizes, check_fit, image, numbers, padding, per_axis
 from amp_transpiler.option_checks import choice, switch
@@ -42,8 +42,8 @@ def _pool(
     attrs |= {"kernel_shape": kernel, "strides": strides, **around}
     if switch(f"{call}: ceil_mode", ceil_mode):
         attrs["ceil_mode"] = 1
-    prefix = fresh(call)
-    return at.as_given(append(call, type_, [at.channels_first(prefix)], attrs=attrs, prefix=prefix), prefix)
+    put = appending(call)
+    return at.as_given(put, put(type_, at.channels_first(put), **attrs))
 
 
 def _max_pool(
@@ -127,21 +127,21 @@ def global_max_pool2d(x: Variable, *, name: str | None = None) -> Variable:
 def _adaptive(call: str, mean: bool, rank: int, x: Variable, output_size: Any, data_format: str | None) -> Variable:
     at = image(call, x, rank, data_format)
     wanted = _wanted(at, output_size, rank)
-    prefix = fresh(call)
+    put = appending(call)
     if all(size == 1 for size in wanted):
-        y = append(call, f"Global{'Average' if mean else 'Max'}Pool", [at.channels_first(prefix)], prefix=prefix)
-        return at.as_given(y, prefix)
+        y = put(f"Global{'Average' if mean else 'Max'}Pool", at.channels_first(put))
+        return at.as_given(put, y)
     sizes = [known if size is None else size for size, known in zip(wanted, at.known_sizes(), strict=True)]
-    y = at.channels_first(prefix)
+    y = at.channels_first(put)
     axes = list(zip(at.known_sizes(), sizes, strict=True))
     regular = [_regular(size, out) for size, out in axes]
     if None not in regular:
         kernel, strides = ([both[i] for both in regular if both] for i in (0, 1))
         attrs = {"kernel_shape": kernel, "strides": strides}
-        y = append(call, "AveragePool" if mean else "MaxPool", [y], attrs=attrs, prefix=prefix)
+        y = put("AveragePool" if mean else "MaxPool", y, **attrs)
     else:
-        y = (_means if mean else _maxima)(call, y, axes, prefix)
-    return at.as_given(y, prefix)
+        y = (_means if mean else _maxima)(put, y, axes)
+    return at.as_given(put, y)
 
 
 def _wanted(at: Image, output_size: Any, rank: int) -> list[int | None]:
@@ -163,7 +163,7 @@ def _regular(size: int, out: int) -> tuple[int, int] | None:
     return (kernels.pop(), strides.pop()) if len(kernels) == len(strides) == 1 and 0 not in strides else None
 
 
-def _means(call: str, x: Variable, axes: Sequence[tuple[int, int]], prefix: str) -> Variable:
+def _means(put: Builder, x: Variable, axes: Sequence[tuple[int, int]]) -> Variable:
     """Means of windows: along each axis the product with a [size, out] matrix, then over the elements of each window.
 
     Numbers of the matrix are a power of two, which 16 bit holds as it does not hold a third.
@@ -177,36 +177,36 @@ def _means(call: str, x: Variable, axes: Sequence[tuple[int, int]], prefix: str)
         matrix = np.zeros((size, out))
         for column, (start, end) in enumerate(windows):
             matrix[start:end, column] = share
-        x = _along(call, x, 2 + i, matrix, prefix)
+        x = _along(put, x, 2 + i, matrix)
         counts = counts * np.reshape(matrix.sum(0), [out if j == i else 1 for j in range(len(axes))])
-    return append(call, "Div", [x, constant(x, counts)], prefix=prefix)
+    return put("Div", x, constant(x, counts))
 
 
-def _along(call: str, x: Variable, axis: int, matrix: np.ndarray, prefix: str) -> Variable:
+def _along(put: Builder, x: Variable, axis: int, matrix: np.ndarray) -> Variable:
     """The product with a matrix along one axis."""
     last = len(x.shape or ()) - 1
-    y = append(call, "MatMul", [moved(call, x, axis, last, prefix), constant(x, matrix)], prefix=prefix)
-    return moved(call, y, last, axis, prefix)
+    y = put("MatMul", moved(put, x, axis, last), constant(x, matrix))
+    return moved(put, y, last, axis)
 
 
-def _maxima(call: str, x: Variable, axes: Sequence[tuple[int, int]], prefix: str) -> Variable:
+def _maxima(put: Builder, x: Variable, axes: Sequence[tuple[int, int]]) -> Variable:
     """Maxima of windows, along one axis after the other."""
     for i, (size, out) in enumerate(axes):
         if size != out:
-            x = _axis_maximum(call, x, 2 + i, size, out, prefix)
+            x = _axis_maximum(put, x, 2 + i, size, out)
     return x
 
 
-def _axis_maximum(call: str, x: Variable, axis: int, size: int, out: int, prefix: str) -> Variable:
+def _axis_maximum(put: Builder, x: Variable, axis: int, size: int, out: int) -> Variable:
     """Maxima of windows along one axis: a slice for each."""
     pieces = []
     for start, end in _windows(size, out):
         bounds = [np.array([number], np.int64) for number in (start, end, axis)]
-        piece = append(call, "Slice", [x, *bounds], prefix=prefix)
+        piece = put("Slice", x, *bounds)
         if end - start > 1:
-            piece = append(call, "ReduceMax", [piece, bounds[2]], attrs={"keepdims": 1}, prefix=prefix)
+            piece = put("ReduceMax", piece, bounds[2], keepdims=1)
         pieces.append(piece)
-    return append(call, "Concat", pieces, attrs={"axis": axis}, prefix=prefix)
+    return put("Concat", *pieces, axis=axis)
 
 
 class _Adaptive(NamedTuple):

@@ -13,8 +13,7 @@ from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.nn.building import (
     FLOATING,
     INTEGER,
-    append,
-    append_many,
+    Builder,
     describe,
     fixed,
     layer_name,
@@ -140,10 +139,11 @@ def _stack(
     if lengths is not None:
         variable(call, "sequence_length", lengths, dtypes=INTEGER, rank=1)
     name = layer_name(call, name)
+    put = Builder(call, name)
     if lengths is not None and lengths.dtype != "int32":
-        lengths = append(call, "Cast", [lengths], attrs={"to": ONNX_TYPES["int32"]}, prefix=name)
-    y = x if time_major else append(call, "Transpose", [x], attrs={"perm": [1, 0, 2]}, prefix=name)
-    parts = [_layers_of(call, state, layers, directions, name) for state in states]
+        lengths = put("Cast", lengths, to=ONNX_TYPES["int32"])
+    y = x if time_major else put("Transpose", x, perm=[1, 0, 2])
+    parts = [_layers_of(put, state, layers, directions) for state in states]
     last = []
     for layer in range(layers):
         attrs = {"hidden_size": hidden, "direction": direction}
@@ -151,12 +151,12 @@ def _stack(
             attrs["linear_before_reset"] = 1
         weights = _weights(call, type_, y, hidden, directions, layer, param_attr, bias_attr, name)
         inputs = [y, *weights, lengths, *(part[layer] for part in parts)]
-        y, *ends = append_many(call, type_, inputs, 1 + len(states), attrs=attrs, prefix=name)
+        y, *ends = put.several(1 + len(states), type_, *inputs, **attrs)
         last.append(ends)
-        y = _merged(call, y, directions, hidden, name)
+        y = _merged(put, y, directions, hidden)
     if not time_major:
-        y = append(call, "Transpose", [y], attrs={"perm": [1, 0, 2]}, prefix=name)
-    return y, [_joined(call, list(column), name) for column in zip(*last, strict=True)]
+        y = put("Transpose", y, perm=[1, 0, 2])
+    return y, [_joined(put, list(column)) for column in zip(*last, strict=True)]
 
 
 def _check_state(call: str, state: Variable | None, count: int, hidden: int) -> None:
@@ -169,12 +169,12 @@ def _check_state(call: str, state: Variable | None, count: int, hidden: int) -> 
             raise ArgumentError(f"{call}: initial_states {describe(state)} must be [{count}, batch, {hidden}]")
 
 
-def _layers_of(call: str, state: Variable | None, layers: int, directions: int, name: str) -> list[Variable | None]:
+def _layers_of(put: Builder, state: Variable | None, layers: int, directions: int) -> list[Variable | None]:
     """The part of an initial state that belongs to each layer."""
     if state is None or layers == 1:
         return [state] * layers
     sizes = np.full(layers, directions, np.int64)
-    return [*append_many(call, "Split", [state, sizes], layers, attrs={"axis": 0}, prefix=name)]
+    return [*put.several(layers, "Split", state, sizes, axis=0)]
 
 
 def _weights(
@@ -197,15 +197,15 @@ def _weights(
     return [first, second, parameter(call, f"{name}.b_{layer}", [directions, 2 * rows], x.dtype, bias_attr, start)]
 
 
-def _merged(call: str, y: Variable, directions: int, hidden: int, name: str) -> Variable:
+def _merged(put: Builder, y: Variable, directions: int, hidden: int) -> Variable:
     """[steps, directions, batch, hidden] as [steps, batch, directions * hidden]."""
     if directions == 1:
-        return append(call, "Squeeze", [y, np.array([1], np.int64)], prefix=name)
-    y = append(call, "Transpose", [y], attrs={"perm": [0, 2, 1, 3]}, prefix=name)
-    return append(call, "Reshape", [y, np.array([0, 0, directions * hidden], np.int64)], prefix=name)
+        return put("Squeeze", y, np.array([1], np.int64))
+    y = put("Transpose", y, perm=[0, 2, 1, 3])
+    return put("Reshape", y, np.array([0, 0, directions * hidden], np.int64))
 
 
-def _joined(call: str, states: list[Variable], name: str) -> Variable:
+def _joined(put: Builder, states: list[Variable]) -> Variable:
     if len(states) == 1:
         return states[0]
-    return append(call, "Concat", [*states], attrs={"axis": 0}, prefix=name)
+    return put("Concat", *states, axis=0)

@@ -13,7 +13,7 @@ from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import ONNX_TYPES, element_type
 from amp_transpiler.nn.building import (
     FLOATING,
-    append,
+    Builder,
     append_many,
     appending,
     as_type,
@@ -22,7 +22,6 @@ from amp_transpiler.nn.building import (
     constant,
     describe,
     fixed,
-    fresh,
     prefixed,
     real,
     variable,
@@ -34,12 +33,12 @@ from amp_transpiler.option_checks import switch
 Axis = int | Sequence[int] | None
 
 
-def _reduce(call: str, type_: str, x: Variable, axis: Axis, keepdim: bool, prefix: str | None = None) -> Variable:
-    variable(call, "x", x)
+def _reduce(put: Builder, type_: str, x: Variable, axis: Axis, keepdim: bool) -> Variable:
+    variable(put.call, "x", x)
     inputs: list[Any] = [x]
     if axis is not None:
-        inputs.append(np.array(axes_of(call, axis, x), np.int64))
-    return append(call, type_, inputs, attrs={"keepdims": int(switch(f"{call}: keepdim", keepdim))}, prefix=prefix)
+        inputs.append(np.array(axes_of(put.call, axis, x), np.int64))
+    return put(type_, *inputs, keepdims=int(switch(f"{put.call}: keepdim", keepdim)))
 
 
 class _Reduction(NamedTuple):
@@ -61,7 +60,7 @@ def _reduction(
 
     ``keepdim``: keep the reduced dimensions, with size 1. ``dtype``: what ``x`` is cast to first.
     """
-    return _reduce(kind.name, kind.type, as_type(x, dtype), axis, keepdim)
+    return _reduce(appending(kind.name), kind.type, as_type(x, dtype), axis, keepdim)
 
 
 _EXTREME = "(equal ones share the gradient; the CPU kernel may pass over NaN)"
@@ -87,41 +86,41 @@ def var(
     ``x``: float. One element has an unbiased variance of NaN where its number is not known before the run.
     """
     call = "var"
-    prefix = fresh(call)
+    put = appending(call)
     variable(call, "x", x, dtypes=FLOATING, min_rank=1)
     axes = axes_of(call, list(range(len(x.shape or ()))) if axis is None else axis, x)
-    deviation = _deviation(call, x, axes, prefix)
+    deviation = _deviation(put, x, axes)
     less = int(switch(f"{call}: unbiased", unbiased))
     count = _count(call, x, axes, less)
     if count is None:
-        squares = append(call, "Pow", [deviation, constant(x, 2)], prefix=prefix)
-        mean = _reduce(call, "ReduceMean", squares, axes, keepdim, prefix)
+        squares = put("Pow", deviation, constant(x, 2))
+        mean = _reduce(put, "ReduceMean", squares, axes, keepdim)
         if not less:
             return mean
         # N / (N - 1) times the mean, without a number that 16 bit does not hold: one that is infinite adds nothing
-        rest = append(call, "Cast", [_counted(call, x, axes, 1, prefix)], attrs={"to": ONNX_TYPES[str(x.dtype)]})
-        return append(call, "Add", [mean, append(call, "Div", [mean, rest], prefix=prefix)], prefix=prefix)
+        rest = put("Cast", _counted(put, x, axes, 1), to=ONNX_TYPES[str(x.dtype)])
+        return put("Add", mean, put("Div", mean, rest))
     # The square of a deviation may leave 16 bit where the variance does not: so of shares, whose squares add up to it.
     digits, exponent = math.frexp(1 / math.sqrt(count))
     share = math.ldexp(math.floor(8 * digits) / 8, exponent)  # of three binary digits: every type holds it
-    shares = append(call, "Mul", [deviation, constant(x, share)], prefix=prefix)
-    y = _reduce(call, "ReduceSumSquare", shares, axes, keepdim, prefix)
+    shares = put("Mul", deviation, constant(x, share))
+    y = _reduce(put, "ReduceSumSquare", shares, axes, keepdim)
     rest = 1 / (count * share**2) - 1
     if not rest:
         return y
     # A factor near 1 would be rounded to 16 bit.
-    return append(call, "Add", [y, append(call, "Mul", [y, constant(x, rest)], prefix=prefix)], prefix=prefix)
+    return put("Add", y, put("Mul", y, constant(x, rest)))
 
 
-def _deviation(call: str, x: Variable, axes: list[int], prefix: str) -> Variable:
+def _deviation(put: Builder, x: Variable, axes: list[int]) -> Variable:
     """``x`` less its mean, which 16 bit rounds: so less the mean of what that leaves, too.
 
     No gradient goes through the means: that of a sum of squared deviations is 0 there.
     """
     for _ in range(2):
-        mean = _reduce(call, "ReduceMean", x, axes, True, prefix)
+        mean = _reduce(put, "ReduceMean", x, axes, True)
         mean.stop_gradient = True
-        x = append(call, "Sub", [x, mean], prefix=prefix)
+        x = put("Sub", x, mean)
     return x
 
 
@@ -136,12 +135,11 @@ def _count(call: str, x: Variable, axes: list[int], less: int) -> int | None:
     return math.prod(known) - less or None
 
 
-def _counted(call: str, x: Variable, axes: list[int], less: int, prefix: str, keepdims: int = 0) -> Variable:
+def _counted(put: Builder, x: Variable, axes: list[int], less: int, keepdims: int = 0) -> Variable:
     """The same of open sizes, int64."""
-    sizes = append(call, "Shape", [x], prefix=prefix)
-    sizes = append(call, "Gather", [sizes, np.array(axes, np.int64)], prefix=prefix)
-    count = append(call, "ReduceProd", [sizes], attrs={"keepdims": keepdims}, prefix=prefix)
-    return append(call, "Sub", [count, np.array(less, np.int64)], prefix=prefix) if less else count
+    sizes = put("Gather", put("Shape", x), np.array(axes, np.int64))
+    count = put("ReduceProd", sizes, keepdims=keepdims)
+    return put("Sub", count, np.array(less, np.int64)) if less else count
 
 
 @function("nn.reduction")
@@ -153,17 +151,17 @@ def std(
     In 16-bit programs it is the length of the deviations over a number, and fits where the variance does not.
     """
     call = "std"
-    prefix = fresh(call)
+    put = appending(call)
     variable(call, "x", x, dtypes=FLOATING, min_rank=1)
     axes = axes_of(call, list(range(len(x.shape or ()))) if axis is None else axis, x)
-    length = _reduce(call, "ReduceL2", _deviation(call, x, axes, prefix), axes, keepdim, prefix)
+    length = _reduce(put, "ReduceL2", _deviation(put, x, axes), axes, keepdim)
     less = int(switch(f"{call}: unbiased", unbiased))
     count = _count(call, x, axes, less)
     if less and count is not None:
-        return append(call, "Div", [length, constant(x, math.sqrt(count))], prefix=prefix)
-    ones = append(call, "Expand", [constant(x, 1), _counted(call, x, axes, less, prefix, 1)], prefix=prefix)
-    root = append(call, "ReduceL2", [ones], attrs={"keepdims": 0}, prefix=prefix)
-    return append(call, "Div", [length, root], prefix=prefix)
+        return put("Div", length, constant(x, math.sqrt(count)))
+    ones = put("Expand", constant(x, 1), _counted(put, x, axes, less, 1))
+    root = put("ReduceL2", ones, keepdims=0)
+    return put("Div", length, root)
 
 
 @function("nn.reduction")
@@ -177,27 +175,26 @@ def norm(
     The gradient of a norm of zeros is 0.
     """
     call = "norm"
-    kept, prefix = switch(f"{call}: keepdim", keepdim), fresh(call)
+    kept, put = switch(f"{call}: keepdim", keepdim), appending(call)
     power = _power(call, 2 if p == "fro" else p)
     variable(call, "x", x, dtypes=FLOATING)
     if power in _NORMS:
-        return _reduce(call, _NORMS[power], x, axis, kept, prefix)
-    sizes = append(call, "Abs", [x], prefix=prefix)
+        return _reduce(put, _NORMS[power], x, axis, kept)
+    sizes = put("Abs", x)
     if math.isinf(power):
-        return _reduce(call, "ReduceMax" if power > 0 else "ReduceMin", sizes, axis, kept, prefix)
-    largest = _or_one(call, _reduce(call, "ReduceMax", sizes, axis, True, prefix), prefix)
-    put = appending(call, prefix)
+        return _reduce(put, "ReduceMax" if power > 0 else "ReduceMin", sizes, axis, kept)
+    largest = _or_one(put, _reduce(put, "ReduceMax", sizes, axis, True))
     powers = put("Pow", put("Div", sizes, largest), constant(x, power))
-    root = put("Pow", _reduce(call, "ReduceSum", powers, axis, True, prefix), constant(x, 1 / power))
+    root = put("Pow", _reduce(put, "ReduceSum", powers, axis, True), constant(x, 1 / power))
     size = put("Mul", root, largest)
-    shares = put("Div", sizes, _or_one(call, size, prefix))
+    shares = put("Div", sizes, _or_one(put, size))
     slope = put("Mul", put("Sign", x), put("Pow", shares, constant(x, power - 1)))
     slope.stop_gradient = True  # a norm is the sum of x times its own gradient
-    y = _reduce(call, "ReduceSum", put("Mul", x, slope), axis, True, prefix)
+    y = _reduce(put, "ReduceSum", put("Mul", x, slope), axis, True)
     off = put("Mul", put("Sub", size, y), constant(x, 1 - 1 / power))  # a step of Newton's
     off.stop_gradient = True
     y = put("Add", y, off)
-    return y if kept else _reduce(call, "ReduceSum", y, axis, False, prefix)
+    return y if kept else _reduce(put, "ReduceSum", y, axis, False)
 
 
 _NORMS = {1.0: "ReduceL1", 2.0: "ReduceL2"}
@@ -217,23 +214,23 @@ def normalize(
     """``x`` over its :func:`norm` along ``axis``, which counts as at least ``epsilon``; zeros stay zeros."""
     call = "normalize"
     at = axis_of(call, axis, variable(call, "x", x, dtypes=FLOATING))
-    prefix = fresh(call)
-    with prefixed(prefix):
+    put = appending(call)
+    with prefixed(put.prefix):
         size = norm(x, p, at, True)
-    return append(call, "Div", [x, above_zero(call, size, real(call, "epsilon", epsilon), prefix)], prefix=prefix)
+    return put("Div", x, above_zero(put, size, real(call, "epsilon", epsilon)))
 
 
-def above_zero(call: str, size: Variable, least: float, prefix: str) -> Variable:
+def above_zero(put: Builder, size: Variable, least: float) -> Variable:
     """``size``, which is not negative, as a divisor: at least ``least``, and 1 where it is 0, also where 16 bit
     cannot hold ``least``."""
-    size = _or_one(call, size, prefix)
-    return append(call, "Max", [size, constant(size, least)], prefix=prefix)
+    size = _or_one(put, size)
+    return put("Max", size, constant(size, least))
 
 
-def _or_one(call: str, size: Variable, prefix: str) -> Variable:
+def _or_one(put: Builder, size: Variable) -> Variable:
     """``size``, and 1 where it is 0."""
-    positive = append(call, "Greater", [size, constant(size, 0)], prefix=prefix)
-    return append(call, "Where", [positive, size, constant(size, 1)], prefix=prefix)
+    positive = put("Greater", size, constant(size, 0))
+    return put("Where", positive, size, constant(size, 1))
 
 
 @function()
@@ -244,28 +241,28 @@ def cosine_similarity(
     call = "cosine_similarity"
     variable(call, "x1", x1, dtypes=FLOATING)
     variable(call, "x2", x2, dtypes=(str(x1.dtype),))
-    at, prefix = axis_of(call, axis, x1), fresh(call)
-    first, second = (_reduce(call, "ReduceL2", x, at, True, prefix) for x in (x1, x2))
-    second = _or_one(call, second, prefix)
-    least = append(call, "Div", [constant(x1, real(call, "eps", eps)), second], prefix=prefix)
-    first = append(call, "Max", [_or_one(call, first, prefix), least], prefix=prefix)
+    at, put = axis_of(call, axis, x1), appending(call)
+    first, second = (_reduce(put, "ReduceL2", x, at, True) for x in (x1, x2))
+    second = _or_one(put, second)
+    least = put("Div", constant(x1, real(call, "eps", eps)), second)
+    first = put("Max", _or_one(put, first), least)
     # Each over its own norm: the product of two vectors may leave 16 bit where their cosine does not.
-    units = [append(call, "Div", pair, prefix=prefix) for pair in ([x1, first], [x2, second])]
-    return _reduce(call, "ReduceSum", append(call, "Mul", units, prefix=prefix), at, False, prefix)
+    units = [put("Div", *pair) for pair in ([x1, first], [x2, second])]
+    return _reduce(put, "ReduceSum", put("Mul", *units), at, False)
 
 
 # -- places of extremes and orders --------------------------------------------------------------------------------
 def _extreme_place(call: str, type_: str, x: Variable, axis: int | None, keepdim: bool, dtype: Any) -> Variable:
     variable(call, "x", x)
-    prefix = fresh(call)
+    put = appending(call)
     if axis is None:
         if switch(f"{call}: keepdim", keepdim):
             raise ArgumentError(f"{call}: keepdim=True goes with an axis")
-        x, axis = append(call, "Reshape", [x, np.array([-1], np.int64)], prefix=prefix), 0
+        x, axis = put("Reshape", x, np.array([-1], np.int64)), 0
     attrs = {"axis": axis_of(call, axis, x), "keepdims": int(switch(f"{call}: keepdim", keepdim))}
-    y = append(call, type_, [x], attrs=attrs, prefix=prefix)
+    y = put(type_, x, **attrs)
     kind = element_type(dtype)
-    return y if kind == "int64" else append(call, "Cast", [y], attrs={"to": ONNX_TYPES[kind]}, prefix=prefix)
+    return y if kind == "int64" else put("Cast", y, to=ONNX_TYPES[kind])
 
 
 @function("nn.reduction")
@@ -326,10 +323,10 @@ def cumsum(x: Variable, axis: int | None = None, dtype: Any = None, *, name: str
     """The sum of everything up to each element along ``axis``; of ``x`` laid out flat where it is None."""
     call = "cumsum"
     x = as_type(variable(call, "x", x), dtype)
-    prefix = fresh(call)
+    put = appending(call)
     if axis is None:
-        x, axis = append(call, "Reshape", [x, np.array([-1], np.int64)], prefix=prefix), 0
-    return append(call, "CumSum", [x, np.array(axis_of(call, axis, x), np.int64)], prefix=prefix)
+        x, axis = put("Reshape", x, np.array([-1], np.int64)), 0
+    return put("CumSum", x, np.array(axis_of(call, axis, x), np.int64))
 
 
 @function()
@@ -341,14 +338,14 @@ def cumprod(x: Variable, dim: int | None = None, dtype: Any = None, *, name: str
     """
     call = "cumprod"
     x = as_type(variable(call, "x", x), dtype)
-    prefix = fresh(call)
+    put = appending(call)
     if dim is None:
-        x, dim = append(call, "Reshape", [x, np.array([-1], np.int64)], prefix=prefix), 0
+        x, dim = put("Reshape", x, np.array([-1], np.int64)), 0
     at = axis_of(call, dim, x, "dim")
     size, step, one = fixed(call, "x", x, at), 1, constant(x, 1)
     axes, front = np.array([at], np.int64), np.array([0], np.int64)
     while step < size:
-        head = append(call, "Slice", [x, front, np.array([size - step], np.int64), axes], prefix=prefix)
-        before = append(call, "Pad", [head, np.array([step, 0], np.int64), one, axes], prefix=prefix)
-        x, step = append(call, "Mul", [x, before], prefix=prefix), step * 2
+        head = put("Slice", x, front, np.array([size - step], np.int64), axes)
+        before = put("Pad", head, np.array([step, 0], np.int64), one, axes)
+        x, step = put("Mul", x, before), step * 2
     return x

@@ -14,9 +14,9 @@ from amp_transpiler.nn.building import (
     FLOATING,
     Input,
     append,
+    appending,
     describe,
     fixed,
-    fresh,
     integers,
     real,
     variable,
@@ -66,29 +66,29 @@ def interpolate(
             raise ArgumentError(f'{call}: mode="area" takes a size, not a scale_factor')
         pool = (adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d)[rank - 1]
         return pool(x, size, data_format=data_format)
-    at, prefix = image(call, x, rank, data_format), fresh(call)
+    at, put = image(call, x, rank, data_format), appending(call)
     # Scales and sizes of all dimensions, not of the image's axes alone (attribute ``axes``): onnxruntime forgets the
     # axes when it moves a transposition past Resize.
-    y = at.channels_first(prefix)
+    y = at.channels_first(put)
     apart = mode == "bicubic" and at.channels_last
     if apart:  # or it moves the transposition past Resize all the same, and has no kernel for such a cubic one
-        y = append(call, "Reshape", [y, np.array([-1, 1, 0, 0], np.int64)], prefix=prefix)
+        y = put("Reshape", y, np.array([-1, 1, 0, 0], np.int64))
     inputs: list[Input]
     if size is not None:
         sizes = np.array(numbers(call, "size", size, rank), np.int64)
-        lead = append(call, "Shape", [y], attrs={"start": 0, "end": 2}, prefix=prefix)
-        inputs = [y, None, None, append(call, "Concat", [lead, sizes], attrs={"axis": 0}, prefix=prefix)]
+        lead = put("Shape", y, start=0, end=2)
+        inputs = [y, None, None, put("Concat", lead, sizes, axis=0)]
     else:
         factors = [real(call, "scale_factor", factor) for factor in per_axis(scale_factor, rank)]
         if len(factors) != rank or min(factors) <= 0:
             raise ArgumentError(f"{call}: scale_factor={scale_factor!r} must be a number above 0, or {rank} of them")
         inputs = [y, None, np.array([1, 1, *factors], np.float32)]
-    resized = append(call, "Resize", inputs, attrs=_attributes(call, mode, align_corners, align_mode), prefix=prefix)
+    resized = put("Resize", *inputs, **_attributes(call, mode, align_corners, align_mode))
     if size is not None:  # which inference does not find behind a Shape
         resized.shape = (*(y.shape or ())[:2], *sizes.tolist())
     if apart:
-        resized = append(call, "Reshape", [resized, np.array([-1, at.channels, 0, 0], np.int64)], prefix=prefix)
-    return at.as_given(resized, prefix)
+        resized = put("Reshape", resized, np.array([-1, at.channels, 0, 0], np.int64))
+    return at.as_given(put, resized)
 
 
 def _attributes(call: str, mode: str, align_corners: bool, align_mode: int) -> dict[str, Any]:
@@ -119,9 +119,9 @@ def pixel_shuffle(x: Variable, upscale_factor: int, data_format: str = "NCHW", *
     at, factor = image(call, x, 2, data_format), whole(call, "upscale_factor", upscale_factor)
     if at.channels % factor**2:
         raise ArgumentError(f"{call}: the {at.channels} channels of {describe(x)} are no multiple of {factor}²")
-    prefix = fresh(call)
+    put = appending(call)
     attrs = {"blocksize": factor, "mode": "CRD"}
-    return at.as_given(append(call, "DepthToSpace", [at.channels_first(prefix)], attrs=attrs, prefix=prefix), prefix)
+    return at.as_given(put, put("DepthToSpace", at.channels_first(put), **attrs))
 
 
 @function()
@@ -179,6 +179,6 @@ def unfold(
     size = kernel[0] * kernel[1]
     picked = np.tile(np.eye(size, dtype=np.float32), (channels, 1)).reshape(channels * size, 1, *kernel)
     attrs = {"group": channels, "strides": steps, "pads": pads, "dilations": spread}
-    prefix = fresh(call)
-    windows = append(call, "Conv", [x, picked.astype(numpy_dtype(str(x.dtype)))], attrs=attrs, prefix=prefix)
-    return append(call, "Reshape", [windows, np.array([0, channels * size, -1], np.int64)], prefix=prefix)
+    put = appending(call)
+    windows = put("Conv", x, picked.astype(numpy_dtype(str(x.dtype))), **attrs)
+    return put("Reshape", windows, np.array([0, channels * size, -1], np.int64))

@@ -8,7 +8,7 @@ from typing import Any
 
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.nodes import Variable
-from amp_transpiler.nn.building import FLOATING, describe, fixed, moved, variable, whole
+from amp_transpiler.nn.building import FLOATING, Builder, describe, fixed, moved, variable, whole
 from amp_transpiler.option_checks import choice
 
 #: A size along every axis, or one for each.
@@ -48,13 +48,13 @@ class Image:
         """:attr:`sizes`; ArgumentError where one is not fixed."""
         return [fixed(self.call, "x", self.x, self.first_axis + i) for i in range(len(self.sizes))]
 
-    def channels_first(self, prefix: str) -> Variable:
+    def channels_first(self, put: Builder) -> Variable:
         """The image in ONNX's layout."""
-        return moved(self.call, self.x, len(self.sizes) + 1, 1, prefix) if self.channels_last else self.x
+        return moved(put, self.x, len(self.sizes) + 1, 1) if self.channels_last else self.x
 
-    def as_given(self, y: Variable, prefix: str) -> Variable:
+    def as_given(self, put: Builder, y: Variable) -> Variable:
         """A result in ONNX's layout brought to that of the image."""
-        return moved(self.call, y, 1, len(self.sizes) + 1, prefix) if self.channels_last else y
+        return moved(put, y, 1, len(self.sizes) + 1) if self.channels_last else y
 
 
 def image(call: str, x: Variable, rank: int, data_format: str | None = None) -> Image:

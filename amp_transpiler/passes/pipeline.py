@@ -145,7 +145,9 @@ class Pass(ABC):
     reads: ClassVar[bool] = False
     initialises: ClassVar[bool] = False
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, *, base: bool = False) -> None:
+        if base:  # what several passes share, and none itself
+            return
         called, name = f"{cls.__module__}.{cls.__qualname__}", getattr(cls, "name", None)
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise ArgumentError(f"pass {called} has the name {shown(name)}; give it one, as in name = 'fold-constants'")

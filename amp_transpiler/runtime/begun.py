@@ -7,6 +7,7 @@ from collections.abc import Container
 from types import MappingProxyType
 
 from amp_transpiler.ops.training.master_names import mastered
+from amp_transpiler.option_checks import listed
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.plan import Plan
 from amp_transpiler.runtime.scope import Scope
@@ -42,10 +43,9 @@ def warn_of_shared(program: Program, plan: Plan, scope: Scope) -> None:
     name, other = next(iter(shared.items()))
     own = program.var(name).startup
     assert own is not None and other is not None
-    more = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
     warn_user(
-        f"program '{program.name}' trains with '{name}'{more}, which startup program '{other.name}' began anew in this "
-        f"scope after its own, '{own.name}': the programs that these two begin share moments and counts, and each step "
-        "goes on with what the other's has left. Begin both by one startup program, program_guard(main, startup) and "
-        "minimize(loss, startup), where each gets moments of its own; or give each a scope"
+        f"program '{program.name}' trains with {listed(shared, 1)}, which startup program '{other.name}' began anew in "
+        f"this scope after its own, '{own.name}': the programs that these two begin share moments and counts, and each "
+        "step goes on with what the other's has left. Begin both by one startup program, program_guard(main, startup) "
+        "and minimize(loss, startup), where each gets moments of its own; or give each a scope"
     )

@@ -58,7 +58,7 @@ def hold_rows(startup: Graph) -> bool:
     dealt = [v for v in startup.variables if v.dealt is not None]
     makers = {op for v in dealt for op in (v.producer, *(reader for reader, _ in v.readers)) if op is not None}
     for op in makers:
-        copies = op.type in ("Identity", "Cast") and not op.domain
+        copies = op.full_type in ("Identity", "Cast")
         if not copies and not (op.domain == OWN and op.type in DRAWN):
             return False
         if any(v is not None and v.dealt is None for v in (*op.outputs, *(op.inputs if copies else ()))):

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import onnx
 
-from amp_transpiler.lists import faults
+from amp_transpiler.lists import faults, full_name
 
 
 def inputs_held(model: onnx.ModelProto, kind: str) -> onnx.ModelProto:
     """The model, for a place of this kind; where it has operators whose kernels write their result over an input that
     nobody reads after them, and fail so, a copy in which those inputs are outputs as well: no kernel is given these."""
     held = {name for name, rows in faults(kind).items() if any(row.around == "held" for row in rows)}
-    read = {
-        n.input[0] for n in model.graph.node if held and (f"{n.domain}::{n.op_type}" if n.domain else n.op_type) in held
-    }
+    read = {n.input[0] for n in model.graph.node if held and full_name(n.op_type, n.domain) in held}
     made = {name for node in model.graph.node for name in node.output} if read else set()
     names = sorted(read & made - {info.name for info in model.graph.output})
     if not names:

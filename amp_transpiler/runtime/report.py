@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from amp_transpiler.ir.nodes import Variable
+from amp_transpiler.option_checks import listed
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.collective.current import several
@@ -232,7 +233,7 @@ class StepReport:
         bad = [group for group, found in self.found_inf_by_group.items() if found]
         if len(bad) > 1 and len(bad) == len(self.found_inf_by_group):
             return "all gradients"
-        return ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "") if bad else "the sum"
+        return listed(bad, quote="") or "the sum"
 
 
 def expanded(fetch_list: Any) -> list[Any]:

@@ -26,7 +26,7 @@ from amp_transpiler.ir.control import every_node
 from amp_transpiler.ir.types import NAMES, numpy_dtype
 from amp_transpiler.lists import place_traits
 from amp_transpiler.ops.row_sums import races
-from amp_transpiler.option_checks import choice, is_whole, switch
+from amp_transpiler.option_checks import choice, is_whole, listed, switch
 from amp_transpiler.passes.lowering.arena import FIRST_REGION, LARGEST_REGION, REGION, WASTE
 from amp_transpiler.passes.lowering.exchanges import Exchanged, by_itself, has_exchanges, taken_apart
 from amp_transpiler.passes.lowering.parts import Parts, cuts
@@ -314,10 +314,9 @@ def _creation_error(error: Exception, data: bytes, place: Place, settings: Setti
 
 
 def _place_error(place: Place, name: str, found: Sequence[str]) -> PlaceError:
-    some = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
     return PlaceError(
         f"program '{name}' does not run on {place!r} alone: onnxruntime has no kernel there for "
-        f"{some or 'some operators'}",
+        f"{listed(found, 8, quote='') or 'some operators'}",
         "Where only the 16-bit kernel is missing, keep the operator in fp32 (custom_black_list); else let it run "
         "on the CPU with Executor(place, allow_cpu_fallback=True)",
     )

@@ -91,7 +91,7 @@ def _copied(op: Operator, fetched: Collection[int | str], others: Collection[str
 
     None where an operator reads it.
     """
-    source, target = (op.input(0), op.outputs[0]) if op.type == "Identity" and not op.domain else (None, None)
+    source, target = (op.input(0), op.outputs[0]) if op.full_type == "Identity" else (None, None)
     if source is None or target is None or not (source.persistable and target.persistable):
         return None
     apart = source.producer is None or target.readers or target.name in fetched or source.name in others

@@ -137,8 +137,7 @@ def _order(stream: int) -> np.ndarray[Any, Any]:
 
 # -- Dropout ---------------------------------------------------------------------------------------
 def _training(op: Operator) -> bool:
-    mode = op.input(2)
-    value = None if mode is None else constant_array(mode)
+    value = constant_array(op.input(2))
     return value is not None and bool(value)
 
 
@@ -233,7 +232,7 @@ def dropout_for_test(op: Operator) -> None:
     if op.input(2) is not None:
         op.set_input(2, None)
     ratio = op.input(1)
-    known = None if ratio is None else constant_array(ratio)
+    known = constant_array(ratio)
     if known is not None and np.float32(known.item()) == 1:  # which onnxruntime refuses where it reads none, too
         op.set_input(1, None)
     mask = op.output(1)

@@ -51,7 +51,6 @@ def test_measured_outputs_are_those_of_the_executor() -> None:
     assert found.outputs["y"] == pytest.approx(np.linalg.norm(got - want) / np.linalg.norm(want), rel=1e-6)
     assert list(found.tensors) == ["x", "a", "b", "c", "d", "y"]
     assert found.tensors["b"].largest == pytest.approx(np.abs(outputs(reference, "b")).max())
-    assert found.culprits(reference)[0] in ("a", "d")
 
 
 def outputs(program: amp.Program, name: str) -> np.ndarray:

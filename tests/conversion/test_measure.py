@@ -148,7 +148,6 @@ def test_a_trap_of_sums_overflows() -> None:
     found = run_measure(fp32, literal(onnx.load(path)), [batch], "float16")
     a, s = found.tensors["a"], found.tensors["s"]
     assert (a.overflow, s.overflow) == (2 / 32, 1) and not a.finite and math.isnan(found.outputs["y"])
-    assert found.culprits(fp32)[0] == "a"
     assert run_measure(fp32, amp.convert(path), [batch], "float16").outputs["y"] < 1e-2
 
 
@@ -156,8 +155,7 @@ def test_a_trap_of_a_tiny_eps_sinks() -> None:
     path, batch = trap("p07_eps_1e-12_add")
     fp32 = reference(onnx.load(path))
     found = run_measure(fp32, literal(onnx.load(path)), [batch], "float16")
-    assert found.tensors["a"].smallest < 2**-23 and found.culprits(fp32)[0] == "y"
-    assert found.growth(fp32)["y"] > 10 * found.growth(fp32)["c"]
+    assert found.tensors["a"].smallest < 2**-23
     zero = {"x": np.zeros((4, 8), np.float32)}
     assert math.isnan(run_measure(fp32, literal(onnx.load(path)), [batch, zero], "float16").outputs["y"])
     assert run_measure(fp32, amp.convert(path), [batch, zero], "float16").outputs["y"] < 1e-3
@@ -267,12 +265,10 @@ def test_tensors_of_branches_are_covered_by_what_the_branch_gives(c: bool) -> No
       z = If<then_branch = t () => (float[2,8] p) { q = MatMul(h, w)  p = Relu(q) },
              else_branch = e () => (float[2,8] n) { n = Neg(h) }>(c)
       y = Add(z, x) }"""
-    proto = model(text)
     found = measured(text, {**samples(2)[0], "c": np.array(c)})
     assert list(found.tensors) == ["x", "h", "z", "y"]
     assert 0 < found.tensors["z"].error < 1e-2 and found.tensors["z"].finite
-    grown = found.tensors["z"].error - found.tensors["h"].error
-    assert found.growth(reference(proto))["z"] == grown and (grown != 0) == c
+    assert (found.tensors["z"].error != found.tensors["h"].error) == c
 
 
 def test_rounding_may_change_a_shape() -> None:
@@ -280,38 +276,6 @@ def test_rounding_may_change_a_shape() -> None:
     { d = Sub(x, one)  n = NonZero(d)  i = Reshape(n, last)  y = Gather(x, i) }"""
     found = measured(text, {"x": np.array([1, 1.0001, 2, 3], np.float32)})
     assert found.tensors["y"].error == 1 == found.outputs["y"]
-
-
-# -- who is to blame ---------------------------------------------------------------------------------------------
-def test_the_operator_that_loses_digits_comes_first() -> None:
-    text = """m (float[2,8] x) => (float[2,8] y) <float[8,8] w = {WEIGHTS}, float big = {1000.0}>
-    { h = MatMul(x, w)  a = Add(h, big)  b = Sub(a, big)  r = Relu(b)  s = Mul(r, r)  y = Add(s, x) }"""
-    proto, batches = model(text), samples(2)
-    found = run_measure(reference(proto), literal(proto), batches, "float16")
-    assert found.culprits(reference(proto))[0] == "b"
-    growth = found.growth(reference(proto))
-    assert growth["b"] == found.tensors["b"].error - found.tensors["a"].error > 0.05
-    assert set(growth) == {"h", "a", "b", "r", "s", "y"}
-
-
-def test_error_is_followed_through_sequences() -> None:
-    text = """m (float[2,8] x, int64 at) => (float[2,8] y) <float big = {1000.0}>
-    { a = Add(x, big)  b = Sub(a, big)  q = SequenceConstruct(b, x)  c = SequenceAt(q, at)  y = Relu(c) }"""
-    proto = model(text)
-    feeds = [sample | {"at": np.array(0)} for sample in samples(2)]  # a place known before the run would be folded
-    found = run_measure(reference(proto), literal(proto), feeds, "float16")
-    growth = found.growth(reference(proto))
-    assert found.tensors["c"].error == found.tensors["b"].error > 0.05 and growth["c"] == 0
-
-
-def test_infinity_blames_the_first_operator_that_makes_it() -> None:
-    text = """m (float[2] x) => (float[2] y) <float up = {1000.0}, float down = {0.001}>
-    { a = Add(x, x)  h = Mul(a, up)  i = Mul(h, down)  y = Relu(i) }"""
-    proto = model(text)
-    found = run_measure(reference(proto), literal(proto), [{"x": np.array([1, 100], np.float32)}], "float16")
-    growth = found.growth(reference(proto))
-    assert growth["h"] == math.inf and growth["i"] == growth["y"] == 0
-    assert found.culprits(reference(proto))[0] == "h"
 
 
 # -- randomness ------------------------------------------------------------------------------------------------

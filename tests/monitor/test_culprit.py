@@ -49,7 +49,7 @@ def found_inf(step: Ready, feed: dict, scope: amp.Scope) -> bool:
 
 # -- planted ------------------------------------------------------------------------------------------
 def test_planted_overflows_are_named() -> None:
-    results = list(overflows.plant_many(12, each=4, seed=5))
+    results = list(overflows.plant_many(6, each=4, seed=5))
     wrong = [
         (step, name, None if c is None else c.operator) for step, name, c in results if not c or c.operator != name
     ]

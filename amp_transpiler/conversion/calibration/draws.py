@@ -16,7 +16,7 @@ from amp_transpiler.program import Program
 
 def draws(operator: Operator) -> bool:
     """Whether an operator draws random numbers, if only where a run tells it to."""
-    told = operator.type == "Dropout" and not operator.domain and operator.input(2) is not None
+    told = operator.full_type == "Dropout" and operator.input(2) is not None
     return told or traits_of(operator).random
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,28 +59,6 @@ class Measurement:
 
     tensors: dict[str, TensorStats] = field(default_factory=dict)
     outputs: dict[str, float] = field(default_factory=dict)
-
-    def growth(self, program: Program) -> dict[str, float]:
-        """By how much the error of each floating-point tensor that an operator of ``program``, the fp32 one, makes
-        exceeds the largest that it reads; 0 where it reads one that is not finite. A tensor that was not measured (a
-        sequence, integers) has the error of what it comes from."""
-        errors = {v.key: self.tensors[v.name].error for v in program.inputs if v.name in self.tensors}
-        growth: dict[str, float] = {}
-        for op in program.operators:
-            came = max((errors.get(v.key, 0.0) for v in (*op.inputs, *op.captures) if v is not None), default=0.0)
-            for variable in op.outputs:
-                if variable is None:
-                    continue
-                found = self.tensors.get(variable.name)
-                errors[variable.key] = came if found is None else found.error
-                if found is not None:
-                    growth[variable.name] = found.error - came if math.isfinite(came) else 0.0
-        return growth
-
-    def culprits(self, program: Program) -> list[str]:
-        """What the operators of ``program`` make, where the error grows most first; equals in program order."""
-        growth = self.growth(program)
-        return sorted(growth, key=lambda name: -growth[name])
 
 
 def outputs_of(program: Program, batches: Sequence[Batch]) -> list[list[Any]]:

@@ -198,7 +198,7 @@ def _plan(order: list[Operator], ends: Iterable[Variable], needs: set[int]) -> t
         captured = captured_floats(op, needs)
         if not slots and not captured:
             continue
-        if op.type != "If" or op.domain:
+        if op.full_type != "If":
             _check_rule(op, rule, slots, captured)
             _check_outputs(op, rule, outs)
         plan.append((op, rule, slots))

@@ -118,7 +118,7 @@ class _Copier:
         if all(new is old for new, old in zip(inputs, op.inputs, strict=True)):
             return 0
         outputs = [None if v is None else self._output(v) for v in op.outputs]
-        if op.type == "Dropout" and not op.domain and lowering_rule_of(op) is not None:
+        if op.full_type == "Dropout" and lowering_rule_of(op) is not None:
             inputs = [self._token(source), *inputs]
             copy = self._add(op, DROPOUT, OWN, inputs, outputs)
             copy.metadata[MASK_ID] = str(mask_stream(op))

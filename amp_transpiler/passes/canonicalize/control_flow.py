@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 
 from amp_transpiler.ir.clone import insert_graph
-from amp_transpiler.ir.constant_data import constant_array
+from amp_transpiler.ir.constant_data import constant_array, constant_number
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import Shapes, infer_operator
 from amp_transpiler.ir.nodes import Operator, Shape, Variable
@@ -64,19 +64,18 @@ def inline_known_branches(program: Graph) -> bool:
     """Let each If whose condition is a constant be the branch that is taken, in place, those in branches included;
     whether there was any."""
     found = False
-    pending = [op for op in program.nesting if op.type == "If" and not op.domain]
+    pending = [op for op in program.nesting if op.full_type == "If"]
     names = {op.name for op in program.walk()} if pending else set()
     while pending:
         op = pending.pop()
-        condition = op.input(0)
-        taken = None if condition is None else constant_array(condition)
-        if taken is None or taken.size != 1:
+        taken = constant_number(op.input(0))
+        if taken is None:
             for nested in op.attrs.programs:
                 found |= inline_known_branches(nested)
             continue
         first, found = program.next_key, True
-        _inline(op, bool(taken.all()), names, {})
-        pending += [new for new in program.added_since(first) if new.type == "If" and not new.domain]
+        _inline(op, bool(taken), names, {})
+        pending += [new for new in program.added_since(first) if new.full_type == "If"]
     return found
 
 
@@ -109,7 +108,7 @@ def _name(variable: Variable | None) -> str:
 
 
 def _expand(op: Operator, env: _Known) -> bool:
-    if op.domain or op.type not in ("If", "Loop", "Scan"):
+    if op.full_type not in ("If", "Loop", "Scan"):
         return False
     return {"If": _inline_if, "Loop": _unroll_loop, "Scan": _unroll_scan}[op.type](op, env)
 
@@ -205,7 +204,7 @@ def _goes_on(body: Graph) -> bool:
         says = says.outer or (says.producer.inputs[0] if says.producer else None)
     if says is body.inputs[1]:
         return True
-    value = None if says is None else constant_array(says)
+    value = constant_array(says)
     return value is not None and bool(value.all())
 
 

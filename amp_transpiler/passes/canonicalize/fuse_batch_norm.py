@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.tensors import as_array
-from amp_transpiler.passes.canonicalize.matching import added_number, drop_unread, maker, remove
-from amp_transpiler.passes.view.constants import constant_content
+from amp_transpiler.ops.norm_parts import epsilon_of
+from amp_transpiler.passes.canonicalize.matching import added_number, drop_unread, holds, maker, remove
 from amp_transpiler.passes.view.of_type import of_type
 
 
@@ -21,7 +20,7 @@ def fuse_batch_norms(program: Graph) -> list[str]:
     for norm in of_type(program, "BatchNormalization"):
         slope, ones = norm.input(1), norm.input(4)
         found = _slope(slope)
-        if found is None or slope is None or ones is None or not _divides_by_one(norm, ones):
+        if found is None or slope is None or ones is None or not _divides_by_one(norm):
             continue
         scale, variance, epsilon = found
         for slot, variable in ((1, scale), (4, variance)):
@@ -47,8 +46,6 @@ def _slope(variable: Variable | None) -> tuple[Variable, Variable, float] | None
     return (scale, variance, epsilon) if alike else None
 
 
-def _divides_by_one(norm: Operator, variance: Variable) -> bool:
+def _divides_by_one(norm: Operator) -> bool:
     """Whether a norm in its form for evaluation divides by nothing else than ones."""
-    data = constant_content(variance)
-    evaluates = not norm.attrs.get("training_mode", 0) and norm.attrs.get("epsilon", 1e-5) == 0
-    return evaluates and data is not None and bool((as_array(data) == 1).all())
+    return not norm.attrs.get("training_mode", 0) and epsilon_of(norm) == 0 and holds(norm.input(4), 1)

@@ -37,7 +37,7 @@ def fuse_gelus(program: Graph) -> list[str]:
     """
     count = 0
     for op in program.operators:
-        if op.type in _GELUS and not op.domain:
+        if op.full_type in _GELUS:
             kind, wanted = _GELUS[op.type]
             x = _source(op.input(0), wanted)
             last = None if x is None else _last(op, x)
@@ -70,7 +70,7 @@ def _product(variable: Variable | None, leaves: Container[Variable], steps: int)
     held = number(variable)
     if held is not None or variable is None:
         return held or 0.0, Counter()
-    if op is None or op.domain or op.type not in ("Mul", "Div") or not steps:
+    if op is None or op.full_type not in ("Mul", "Div") or not steps:
         return 1.0, Counter([variable])
     (a, of_a), (b, of_b) = (_product(v, leaves, steps - 1) for v in op.inputs)
     if op.type == "Div":

@@ -22,11 +22,13 @@ from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.passes.canonicalize.matching import (
     added_number,
+    factor,
     maker,
     number,
     only_reader,
     reduced_axes,
     remove,
+    sides,
     squaring,
 )
 from amp_transpiler.passes.pipeline import Context, Pass
@@ -34,6 +36,8 @@ from amp_transpiler.passes.view.constants import constant_content
 from amp_transpiler.passes.view.of_type import of_type
 from amp_transpiler.passes.view.reached import reached
 
+#: The opset of LayerNormalization.
+LAYER_NORM = 17
 #: What takes a mean; the second one over all dimensions but two.
 MEANS = ("ReduceMean", "GlobalAveragePool")
 #: What ends a norm: a quotient, a product with the inverse of the deviation, TensorFlow's sum.
@@ -186,9 +190,9 @@ def _next(norm: _Norm, type_: str) -> tuple[Operator, Variable] | None:
     """The operator that alone reads what the norm made so far, if of this type, and its weight."""
     made = norm.last.outputs[0]
     op = only_reader(made)
-    if op is None or op.type != type_ or op.domain or len(op.inputs) != 2:
+    if op is None or op.full_type != type_ or len(op.inputs) != 2:
         return None
-    weight = op.input(1 if op.input(0) is made else 0)
+    weight = next(other for operand, other in sides(op) if operand is made)
     return (op, weight) if weight is not None and weight is not made and _fits(weight, norm) else None
 
 
@@ -197,21 +201,16 @@ def _divided(op: Operator) -> _Norm | None:
 
     What else reads the root (series are scaled back by it in the end) wants it to stay, and then nothing is gained.
     """
-    for slot in (0, 1) if op.type == "Mul" else (0,) if op.type == "Div" else ():
-        below = op.input(1 - slot) if op.type == "Div" else _inverted(op.input(1 - slot))
-        root, above, scale = maker(below, "Sqrt"), op.input(slot), None
-        if only_reader(below) is None or only_reader(op.input(1 - slot)) is not op:
+    for above, other in sides(op)[: {"Mul": 2, "Div": 1}.get(op.type, 0)]:
+        below = other if op.type == "Div" else _inverted(other)
+        root = maker(below, "Sqrt")
+        if root is None or only_reader(below) is None or only_reader(other) is not op:
             continue
-        deviation = None if root is None else _deviation(above)
-        for side in (0, 1) if root is not None and deviation is None else ():
-            product = maker(above, "Mul")
-            deviation = None if product is None else _deviation(product.input(side))
-            if product is not None and deviation is not None:
-                scale = product.input(1 - side)
-                break
-        x, mean = (None, None) if deviation is None else (deviation.input(0), deviation.input(1))
-        if root is not None and x is not None and mean is not None:
-            return _Norm(op, x, mean, root, scale)
+        for side, scale in ((above, None), *sides(maker(above, "Mul"))):
+            deviation = _deviation(side)
+            x, mean = (None, None) if deviation is None else (deviation.input(0), deviation.input(1))
+            if x is not None and mean is not None:
+                return _Norm(op, x, mean, root, scale)
     return None
 
 
@@ -225,22 +224,19 @@ def _inverted(variable: Variable | None) -> Variable | None:
 
 def _shifted(last: Operator) -> _Norm | None:
     """x * s + (-mean * s + bias), where s is scale / root; or bias - mean * s; a bias of zeros may be left out."""
-    for slot in (0, 1) if last.type == "Add" else ():
-        product, shift = maker(last.input(slot), "Mul"), last.input(1 - slot)
+    for side, shift in sides(last) if last.type == "Add" else ():
         plus, minus = maker(shift, "Add"), maker(shift, "Sub")
         moved, bias = _split(plus, "Mul") if minus is None else (maker(minus.input(1), "Mul"), minus.input(0))
         if plus is None and minus is None:
             moved = maker(shift, "Mul")
-        for first, second in ((0, 1), (1, 0)) if product is not None and moved is not None else ():
-            assert product is not None and moved is not None
-            factor = maker(product.input(second), "Mul")
-            inverse, scale = _split(factor, "Reciprocal")
-            if factor is None or inverse is None or product.input(second) not in moved.inputs:
+        for x, slope in sides(maker(side, "Mul")) if moved is not None else ():
+            inverse, scale = _split(maker(slope, "Mul"), "Reciprocal")
+            centre = None if moved is None else factor(moved, slope)
+            if inverse is None or centre is None:
                 continue
-            centre = moved.input(1 if moved.input(0) is product.input(second) else 0)
             negative = maker(centre, "Neg")
             mean = centre if minus is not None else None if negative is None else negative.input(0)
-            x, root = product.input(first), maker(inverse.input(0), "Sqrt")
+            root = maker(inverse.input(0), "Sqrt")
             if x is not None and mean is not None and root is not None and scale is not None:
                 return _Norm(last, x, mean, root, scale, bias)
     return None
@@ -284,11 +280,7 @@ def _fits(weight: Variable, norm: _Norm) -> bool:
 
 def _split(op: Operator | None, type_: str) -> tuple[Operator | None, Variable | None]:
     """Of a commutative operator: the operator of ``type_`` that makes one operand, and the other operand."""
-    for slot in (0, 1) if op is not None else ():
-        made = maker(op.input(slot), type_) if op is not None else None
-        if made is not None and op is not None:
-            return made, op.input(1 - slot)
-    return None, None
+    return next(((made, other) for operand, other in sides(op) if (made := maker(operand, type_))), (None, None))
 
 
 def _variance(variable: Variable | None, x: Variable, mean: Variable) -> tuple[Variable | None, float]:

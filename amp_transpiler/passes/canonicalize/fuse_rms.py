@@ -23,6 +23,7 @@ from amp_transpiler.passes.canonicalize.matching import (
     factor,
     maker,
     number,
+    only_reader,
     reduced_axes,
     remove,
     squaring,
@@ -100,8 +101,8 @@ def _fuse(norm: _Norm) -> None:
     program, last, scale = norm.last.program, norm.last, None
     made = last.outputs[0]
     assert made is not None
-    if len(made.readers) == 1 and made not in program.outputs:
-        (reader,) = (op for op, _ in made.readers)
+    reader = only_reader(made)
+    if reader is not None:
         other = None if reader.domain else factor(reader, made)
         if norm.factor == 1 and other is not None and other.shape == norm.size and other.dtype == made.dtype:
             last, scale = reader, other
@@ -120,7 +121,7 @@ def keep_root_mean_squares(program: Graph) -> list[str]:
     """
     count = 0
     for root in program.operators:
-        summed, epsilon = added_number(root.input(0)) if root.type == "Sqrt" and not root.domain else (None, None)
+        summed, epsilon = added_number(root.input(0)) if root.full_type == "Sqrt" else (None, None)
         mean = maker(summed, "ReduceMean")
         square = None if mean is None else squaring(mean.input(0))
         if mean is None or square is None or epsilon is None or FULL in root.metadata:

@@ -67,7 +67,7 @@ def _along_one_axis(variable: Variable, type_: str, shape: Shape | None) -> tupl
             if op.inputs[0].shape != thin.shape:
                 return None
         op = None if op.inputs[0] is None else op.inputs[0].producer
-    if op is None or op.type != type_ or op.domain or op.inputs[0] is None or shape is None:
+    if op is None or op.full_type != type_ or op.inputs[0] is None or shape is None:
         return None
     read, axes = original(op.inputs[0]), reduced_axes(op)
     if axes is None or len(axes) != 1 or read.shape != shape or thin.shape is None or len(thin.shape) != len(shape):

@@ -11,7 +11,7 @@ from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import FUSED
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.passes.canonicalize.matching import added_number, factor, remove
+from amp_transpiler.passes.canonicalize.matching import added_number, factor, only_reader, remove
 from amp_transpiler.passes.view.of_type import of_type
 
 TYPE = "QuickGelu"
@@ -44,9 +44,9 @@ def fuse_swishes(program: Graph) -> list[str]:
 def _found(sigmoid: Operator) -> tuple[Operator, Variable, float] | None:
     """The product, what it is of, and the number before that in the sigmoid."""
     share, z = sigmoid.outputs[0], sigmoid.inputs[0]
-    if share is None or z is None or z.dtype != "float32" or len(share.readers) != 1 or share in share.program.outputs:
+    product = only_reader(share)
+    if product is None or z is None or z.dtype != "float32":
         return None
-    product = share.readers[0][0]
     x = factor(product, share)
     scaled, alpha = (z, 1.0) if x is z else added_number(z, "Mul")
     if x is None or x is not scaled or alpha is None or alpha <= 0 or z.shape != x.shape:

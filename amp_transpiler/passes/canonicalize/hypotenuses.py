@@ -17,7 +17,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import NORM
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves
-from amp_transpiler.passes.canonicalize.matching import added_number, remove, squares
+from amp_transpiler.passes.canonicalize.matching import added_number, only_reader, remove, squares
 from amp_transpiler.passes.canonicalize.opset import add_operator
 from amp_transpiler.passes.view.of_type import of_type
 from amp_transpiler.passes.view.reached import reached
@@ -63,13 +63,13 @@ def _under(root: Operator, outputs: set[Variable], names: frozenset[str], keep: 
         op = None if variable is None else variable.producer
         if variable is None or op is None or op.domain or variable in outputs or variable.name in names:
             return None
-        if len(variable.readers) != 1:
+        if only_reader(variable) is None:
             return None
         found.operators.append(op)
         if op.type == "Add":
             other, number = added_number(variable)
             if number is None:
-                pending += [op.input(1), op.input(0)]
+                pending += op.inputs[::-1]
             elif found.number or number < 0:
                 return None
             else:
@@ -81,7 +81,7 @@ def _under(root: Operator, outputs: set[Variable], names: frozenset[str], keep: 
             return None
     first = found.terms[0]
     alike = all(v.shape == first.shape and v.dtype == "float32" for v in found.terms)
-    known = first.shape is not None and all(size is not None for size in first.shape)
+    known = first.shape is not None and None not in first.shape
     fits = not found.number or math.sqrt(found.number) >= _LEAST
     return found if alike and known and fits and not keep & set(found.operators) else None
 

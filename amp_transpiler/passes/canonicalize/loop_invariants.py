@@ -6,6 +6,7 @@ written with; what is read from around it can be stored in 16 bit, once, instead
 
 from __future__ import annotations
 
+from amp_transpiler.ir.copies import original
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 
@@ -17,7 +18,7 @@ def capture_invariants(program: Graph, names: frozenset[str], keep: frozenset[Op
     """Take such states out of all loops of a program, in place; variables among ``names`` and operators of ``keep``
     stay what they are."""
     for op in program.nesting:
-        if op.type == "Loop" and not op.domain and op not in keep:
+        if op.full_type == "Loop" and op not in keep:
             _capture(op, op.attrs["body"], names)
         for nested in op.attrs.programs:
             capture_invariants(nested, names, keep)
@@ -55,16 +56,7 @@ def _is_unchanged(op: Operator, body: Graph, state: int, names: frozenset[str]) 
     others = [v for i, v in enumerate(body.outputs) if i != _MADE + state]
     if outer is None or inner in others or inner.name in names or (made is not None and made.name in names):
         return False
-    return _handed_on(body.outputs[_MADE + state]) is inner
-
-
-def _handed_on(variable: Variable) -> Variable:
-    """What the body copies to a state."""
-    while variable.producer is not None and variable.producer.type == "Identity" and not variable.producer.domain:
-        read = variable.producer.inputs[0]
-        assert read is not None
-        variable = read
-    return variable
+    return original(body.outputs[_MADE + state]) is inner
 
 
 def _give(op: Operator, outer: Variable, made: Variable) -> None:

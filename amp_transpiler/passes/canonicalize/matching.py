@@ -17,7 +17,15 @@ LEAST_HALF = 2.0**-24
 def maker(variable: Variable | None, type_: str) -> Operator | None:
     """The operator of this type that makes the variable."""
     op = None if variable is None else variable.producer
-    return op if op is not None and op.type == type_ and not op.domain else None
+    return op if op is not None and op.full_type == type_ else None
+
+
+def sides(op: Operator | None) -> list[tuple[Variable | None, Variable | None]]:
+    """The operands of a commutative operator of two, each with the other; none of no operator."""
+    if op is None or len(op.inputs) != 2:
+        return []
+    a, b = op.inputs
+    return [(a, b), (b, a)]
 
 
 def factor(op: Operator, variable: Variable | None) -> Variable | None:
@@ -35,12 +43,17 @@ def number(variable: Variable | None) -> float | None:
 
 def added_number(variable: Variable | None, type_: str = "Add") -> tuple[Variable | None, float | None]:
     """What a number is added to (or joined with by another commutative operator), and the number."""
-    op = maker(variable, type_)
-    for slot in (0, 1) if op is not None and len(op.inputs) == 2 else ():
-        found = None if op is None else number(op.input(slot))
-        if op is not None and found is not None:
-            return op.input(1 - slot), found
+    for operand, other in sides(maker(variable, type_)):
+        found = number(operand)
+        if found is not None:
+            return other, found
     return None, None
+
+
+def holds(variable: Variable | None, wanted: float) -> bool:
+    """Whether a constant holds this number throughout; no parameter does, which may come to hold another."""
+    data = constant_content(variable)
+    return data is not None and bool((as_array(data) == wanted).all())
 
 
 def only_reader(variable: Variable | None) -> Operator | None:
@@ -67,10 +80,9 @@ def lower_bound(op: Operator) -> float | None:
 
 def squares(op: Operator) -> bool:
     """Whether an operator is a Mul or Pow that squares its first operand."""
-    if op.type == "Mul" and not op.domain:
+    if op.full_type == "Mul":
         return op.input(0) is op.input(1)
-    data = constant_content(op.input(1)) if op.type == "Pow" and not op.domain else None
-    return data is not None and bool((as_array(data).reshape(-1) == 2).all())
+    return op.full_type == "Pow" and holds(op.input(1), 2)
 
 
 def squaring(variable: Variable | None) -> Operator | None:

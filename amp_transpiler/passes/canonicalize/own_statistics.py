@@ -15,10 +15,9 @@ import numpy as np
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import numpy_dtype
-from amp_transpiler.passes.canonicalize.matching import maker, reduced_axes, remove, squaring
-from amp_transpiler.passes.view.constants import constant_content
+from amp_transpiler.ops.norm_parts import epsilon_of
+from amp_transpiler.passes.canonicalize.matching import holds, maker, reduced_axes, remove, squaring
 from amp_transpiler.passes.view.of_type import of_type
 
 
@@ -69,8 +68,8 @@ def _write(rows: _Rows) -> None:
     last, x = rows.last, rows.x
     program, made, shape = last.program, last.outputs[0], static(x.shape)
     assert made is not None and shape is not None
-    steps = [(type_, v) for type_, v, idle in (("Mul", rows.scale, 1), ("Add", rows.bias, 0)) if not _is(v, idle)]
-    name, attrs = last.name, {"axis": 2, "epsilon": last.attrs.get("epsilon", 1e-5)}
+    steps = [(type_, v) for type_, v, idle in (("Mul", rows.scale, 1), ("Add", rows.bias, 0)) if not holds(v, idle)]
+    name, attrs = last.name, {"axis": 2, "epsilon": epsilon_of(last)}
     remove(last, {x, *(weight for _, weight in steps)})
     ones = program.add_constant(f"{made.name}.ones", np.ones(shape[2:], numpy_dtype(x.dtype or "float32")))
     out = program.fresh_variable(f"{made.name}.tmp", made.dtype, shape) if steps else made
@@ -79,12 +78,6 @@ def _write(rows: _Rows) -> None:
         last_step, before = index + 1 == len(steps), out
         out = made if last_step else program.fresh_variable(f"{made.name}.tmp", made.dtype, shape)
         program.add_operator(type_, [before, _column(last, weight, shape)], [out], like=last)
-
-
-def _is(variable: Variable, number: float) -> bool:
-    """Whether a constant is this number throughout; no parameter is, which may come to hold another."""
-    data = constant_content(variable)
-    return data is not None and bool((as_array(data) == number).all())
 
 
 def _column(like: Operator, weight: Variable, normalised: tuple[int, ...]) -> Variable:

@@ -38,7 +38,7 @@ def polynomial(variable: Variable | None, x: Variable, steps: int = _STEPS) -> P
     held, op = number(variable), variable.producer
     if held is not None:
         return {0: held} if held else {}
-    if op is None or op.domain or op.type not in _ARITHMETIC or not steps:
+    if op is None or op.full_type not in _ARITHMETIC or not steps:
         return None
     a, b = (polynomial(v, x, steps - 1) for v in op.inputs)
     if a is None or b is None:

@@ -14,7 +14,7 @@ it is the norm of the norms of its parts, each over the root of how many they ar
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,7 @@ from amp_transpiler.passes.canonicalize.matching import number, only_reader, red
 from amp_transpiler.passes.canonicalize.opset import add_operator
 from amp_transpiler.passes.view.constants import constant_content
 from amp_transpiler.passes.view.of_type import of_type
+from amp_transpiler.passes.view.reached import reached
 
 #: The largest weight that takes the root of a count in; a larger product would come near the end of float16.
 _LARGE = 1024.0
@@ -54,7 +55,7 @@ def write_as_norms(program: Graph, names: frozenset[str], keep: frozenset[Operat
         if made is None or made.producer is not mean:
             continue
         square, axes = squaring(mean.input(0)), reduced_axes(mean)
-        if square is None or axes is None or square.output(0) in program.outputs:
+        if square is None or axes is None:
             continue
         x = square.inputs[0]
         if x is None or x.dtype != "float32" or x.shape is None:
@@ -97,7 +98,7 @@ class _Found:
         """Whether square and mean are nobody else's."""
         squared = self.square.outputs[0]
         assert squared is not None
-        alone = len(squared.readers) == 1 and not (self.names & {squared.name, self.made.name})
+        alone = only_reader(squared) is not None and not (self.names & {squared.name, self.made.name})
         return alone and not self.keep & {self.square, self.mean} and self.made not in self.program.outputs
 
     def rewrite_root(self, of_sum: bool) -> bool:
@@ -162,7 +163,7 @@ class _Found:
         while True:
             before = last.outputs[0]
             op = only_reader(before)
-            if op is None or op.domain or op.type not in ("Mul", "Div") or self._held(op) or before is None:
+            if op is None or op.full_type not in ("Mul", "Div") or self._held(op) or before is None:
                 return last, factor
             by = number(op.input(1) if op.input(0) is before else op.input(0) if op.type == "Mul" else None)
             made = op.output(0)
@@ -207,7 +208,7 @@ class _Found:
             if self._held(op) or self.keep.intersection(use for use, _ in made.readers):
                 return None
             for use, _ in made.readers:
-                if use.type != "Mul" or use.domain or use.input(0) is use.input(1):
+                if use.full_type != "Mul" or use.input(0) is use.input(1):
                     return None
                 found.append((op, use))
             if made in self.program.outputs or not made.readers:
@@ -226,7 +227,7 @@ class _Found:
             if made is None or made in self.program.outputs or not made.readers:
                 return False
             for op, slot in made.readers:
-                if op.type != "Mul" or op.domain or isinstance(slot, str):
+                if op.full_type != "Mul" or isinstance(slot, str):
                     return False
                 weight = op.input(1 - slot)
                 data = constant_content(weight)
@@ -307,17 +308,16 @@ class _Found:
 
 def _counts(square: Variable) -> bool:
     """Whether the digits of a small mean square count in what follows, multiplied or moved about or not."""
-    pending, seen = [square], {square}
-    while pending:
-        for op, slot in pending.pop().readers:
-            by_number = op.type == "Div" and slot == 0 and number(op.input(1)) is not None
-            if isinstance(slot, str) or (op.type in _DELICATE and not by_number):
-                return True
-            if by_number or op.type in ("Mul", "Neg") or moves(op, slot):
-                new = [v for v in op.outputs if v is not None and v not in seen]
-                pending += new
-                seen.update(new)
-    return False
+
+    def by_number(op: Operator, slot: int | str) -> bool:
+        return op.type == "Div" and slot == 0 and number(op.input(1)) is not None
+
+    def onward(at: Variable) -> Iterable[Variable | None]:
+        on = (op for op, s in at.readers if op.type in ("Mul", "Neg") or by_number(op, s) or moves(op, s))
+        return (v for op in on for v in op.outputs)
+
+    readers = (use for v in reached([square], onward) for use in v.readers)
+    return any(isinstance(s, str) or (op.type in _DELICATE and not by_number(op, s)) for op, s in readers)
 
 
 def _factors(product: float) -> tuple[float, float]:

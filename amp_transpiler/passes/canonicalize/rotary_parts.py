@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from amp_transpiler.ir.constant_data import constant_array
+from amp_transpiler.ir.constant_data import constant_array, constant_number
 from amp_transpiler.ir.infer import one_element
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array, tensor_type
@@ -51,8 +51,8 @@ def part_of(variable: Variable | None) -> Part | None:
         return _half(op, variable)
     if op.type == "Slice":
         return _every_second(op)
-    if op.type == "Gather" and op.input(1) is not None:
-        at = constant_array(op.inputs[1])  # type: ignore[arg-type]
+    if op.type == "Gather":
+        at = constant_array(op.input(1))
         column = None if at is None or at.ndim or int(at) not in (-2, -1, 0, 1) else int(at) % 2
         return _column(op.input(0), column) if int(op.attrs.get("axis", 0)) in (-1, 4) else None
     if op.type == "Squeeze":
@@ -126,12 +126,10 @@ def _half(split: Operator, variable: Variable | None) -> Part | None:
 
 def _every_second(op: Operator) -> Part | None:
     x, made = op.input(0), op.output(0)
-    numbers = [None if v is None else constant_array(v) for v in op.inputs[1:]]
-    if x is None or made is None or not _has_heads(x) or len(numbers) != 4:
+    numbers = [constant_number(v) for v in op.inputs[1:]]
+    if x is None or made is None or not _has_heads(x) or len(numbers) != 4 or None in numbers:
         return None
-    if any(n is None or n.size != 1 for n in numbers):
-        return None
-    start, _, axis, step = (int(n.reshape(-1)[0]) for n in numbers)  # type: ignore[union-attr]
+    start, _, axis, step = map(int, numbers)
     size, left = (x.shape or ())[-1], (made.shape or ())[-1]
     whole = isinstance(size, int) and not size % 2 and left == size // 2
     return Part(x, start == 1, True) if whole and axis in (-1, 3) and step == 2 and start in (0, 1) else None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from amp_transpiler.ir.constant_data import constant_array
+from amp_transpiler.ir.constant_data import constant_array, constant_number
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.passes.canonicalize.matching import maker
@@ -59,7 +59,7 @@ def _only_read(sequence: Variable) -> bool:
         if variable in program.outputs:
             return False
         for op, slot in variable.readers:
-            if slot != 0 or op.domain or op.type not in _READERS:
+            if slot != 0 or op.full_type not in _READERS:
                 return False
             position = {"SequenceAt": 1, "SequenceErase": 1, "SequenceInsert": 2}.get(op.type)
             index = None if position is None else op.input(position)
@@ -82,11 +82,11 @@ def _pieces(op: Operator, before: list[Variable] | None) -> list[Variable] | Non
     if before is None or op.type == "Identity":
         return before
     if op.type == "SequenceInsert" and op.inputs[1] is not None:
-        where = _index(op, 2)
+        where = constant_number(op.input(2))
         place = len(before) if where is None else where + len(before) * (where < 0)
         return [*before[:place], op.inputs[1], *before[place:]] if 0 <= place <= len(before) else None
     if op.type == "SequenceErase":
-        where = _index(op, 1)
+        where = constant_number(op.input(1))
         place = -1 if where is None else where
         return (
             [v for i, v in enumerate(before) if i != place % len(before)]
@@ -99,7 +99,7 @@ def _pieces(op: Operator, before: list[Variable] | None) -> list[Variable] | Non
 def _read(op: Operator, pieces: list[Variable], made: Variable) -> bool:
     """Let an operator read tensors instead."""
     if op.type == "SequenceAt":
-        where = _index(op, 1)
+        where = constant_number(op.input(1))
         if where is None or not -len(pieces) <= where < len(pieces):
             return False
         _instead(op, "Identity", [pieces[where]], made)
@@ -120,7 +120,7 @@ def _read(op: Operator, pieces: list[Variable], made: Variable) -> bool:
 
 def _cut(op: Operator, made: Variable) -> bool:
     """Let an operator read a piece of a tensor, where one split it into pieces of one size."""
-    split, where = maker(op.inputs[0], "SplitToSequence"), _index(op, 1)
+    split, where = maker(op.inputs[0], "SplitToSequence"), constant_number(op.input(1))
     if split is None or where is None or split.inputs[0] is None:
         return False
     x, each, axis, program = split.inputs[0], split.input(1), int(split.attrs.get("axis", 0)), op.program
@@ -167,7 +167,7 @@ def _split(op: Operator) -> list[Variable] | None:
 
 def _sizes(size: int | str | None, given: Variable | None) -> list[int | None] | None:
     """The sizes of the pieces, None of each that is computed in the run; None where it is not known how many."""
-    known = None if given is None else constant_array(given)
+    known = constant_array(given)
     if given is not None and known is None:
         number = given.shape[0] if given.shape else None
         taken = given.dtype == "int64" and given.program.opset() >= _SPLIT_INPUT
@@ -194,12 +194,6 @@ def _changed(op: Operator, type_: str, x: Variable, axis: int, shape: tuple[int 
     out = program.fresh_variable(f"{x.name}.{type_.lower()}", x.dtype, shape)
     add_operator(op, type_, [x], [out], axes=[axis])
     return out
-
-
-def _index(op: Operator, slot: int) -> int | None:
-    variable = op.input(slot)
-    array = None if variable is None else constant_array(variable)
-    return None if array is None or array.size != 1 else int(array.reshape(-1)[0])
 
 
 def _instead(op: Operator, type_: str, inputs: Sequence[Variable], out: Variable, **attrs: object) -> None:

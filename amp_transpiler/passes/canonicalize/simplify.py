@@ -122,7 +122,7 @@ def _handed_on(op: Operator) -> Variable | None:
         if wanted or op.program.opset() < 7:
             return None
         training = op.input(2)
-        known = None if training is None else constant_array(training)
+        known = constant_array(training)
         if training is not None and (known is None or known.any()):
             return None
     return op.input(0)

@@ -22,7 +22,7 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import combined
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import FLOATS
-from amp_transpiler.passes.canonicalize.matching import maker, remove
+from amp_transpiler.passes.canonicalize.matching import maker, remove, sides
 from amp_transpiler.passes.canonicalize.whole_splits import piece_of
 from amp_transpiler.passes.view.constants import constant_content
 from amp_transpiler.passes.view.of_type import of_type
@@ -173,7 +173,7 @@ class _Writer:
     def _put(self, out: Variable, made: Variable, order: Sequence[int]) -> Variable:
         """Let what read the result, which was turned, read what was not; what that is called then."""
         for reader, _ in list(out.readers):
-            result = reader.outputs[0] if reader.type == "Transpose" and not reader.domain else None
+            result = reader.outputs[0] if reader.full_type == "Transpose" else None
             if result is not None:
                 again = [order[axis] for axis in _order(reader)]
                 if again == sorted(again):
@@ -213,13 +213,11 @@ class _Writer:
 
     def _change(self, inside: Variable, x: Variable, at: _Range) -> Variable | None:
         """What was added to the piece of ``x`` that it is written over, of its size along the axis."""
-        total = maker(inside, "Add")
-        for slot in (0, 1) if total is not None else ():
-            change = None if total is None else total.input(1 - slot)
+        for piece, change in sides(maker(inside, "Add")):
             shape = None if change is None else change.shape
-            if total is None or change is None or shape is None or len(shape) != len(x.shape or ()):
+            if shape is None or len(shape) != len(x.shape or ()):
                 continue
-            if shape[at.axis] == at.end - at.start and _is_piece(total.input(slot), x, at):
+            if shape[at.axis] == at.end - at.start and _is_piece(piece, x, at):
                 return change
         return None
 

@@ -17,7 +17,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import combined
 from amp_transpiler.ir.tensors import as_array
-from amp_transpiler.passes.canonicalize.matching import added_axes, factor, maker, number, reduced_axes, remove
+from amp_transpiler.passes.canonicalize.matching import added_axes, holds, maker, number, reduced_axes, remove, sides
 from amp_transpiler.passes.canonicalize.whole_splits import piece_of
 from amp_transpiler.passes.view.constants import constant_content
 from amp_transpiler.passes.view.of_type import of_type
@@ -89,10 +89,9 @@ def _before(loop: _Loop, made: Variable, row: int) -> Variable | None:
     if pick is None or piece is None or (piece.axis, piece.start, piece.keeps) != (rank - 2, row, False):
         return None
     added = maker(new, "Add")
-    for slot in (0, 1) if added is not None and pick.input(0) is before else ():
-        assert added is not None
-        head, summed = added.input(slot), maker(added.input(1 - slot), "ReduceSum")
-        if summed is None or not _is_head(loop, head, old, row, rank - 2):
+    for head, rest in sides(added) if pick.input(0) is before else ():
+        summed = maker(rest, "ReduceSum")
+        if added is None or summed is None or not _is_head(loop, head, old, row, rank - 2):
             continue
         if reduced_axes(summed) == [rank - 2] and not summed.attrs.get("keepdims", 1):
             if _weighted(loop, summed.input(0), head, before, row):
@@ -104,10 +103,9 @@ def _before(loop: _Loop, made: Variable, row: int) -> Variable | None:
 def _weighted(loop: _Loop, variable: Variable | None, head: Variable | None, before: Variable, row: int) -> bool:
     """Whether it is the head of the row, raised to a column, times the rows before it."""
     product, rank = maker(variable, "Mul"), len(before.shape or ())
-    for slot in (0, 1) if product is not None else ():
-        assert product is not None
-        column, corner = maker(product.input(slot), "Unsqueeze"), product.input(1 - slot)
-        if column is None or column.input(0) is not head or added_axes(column) != [rank - 1]:
+    for side, corner in sides(product):
+        column = maker(side, "Unsqueeze")
+        if product is None or column is None or column.input(0) is not head or added_axes(column) != [rank - 1]:
             continue
         for axis in (rank - 1, rank - 2):
             cut = maker(corner, "Slice")
@@ -154,8 +152,7 @@ def _is_head(loop: _Loop, variable: Variable | None, of: Variable | None, row: i
 def _all_are(variable: Variable | None, value: int) -> bool:
     """Whether a constant, repeated or not, holds this number everywhere."""
     repeated = maker(variable, "Expand")
-    data = constant_content(variable if repeated is None else repeated.input(0))
-    return data is not None and bool((as_array(data) == value).all())
+    return holds(variable if repeated is None else repeated.input(0), value)
 
 
 def _strictly_lower(variable: Variable | None, size: int) -> bool:
@@ -173,8 +170,7 @@ def _strictly_lower(variable: Variable | None, size: int) -> bool:
         chosen = constant_content(op.input(0))
         mask = None if chosen is None else as_array(chosen)
         return mask is not None and mask.shape == above.shape and number(op.input(1)) == 0 and bool(mask[above].all())
-    for read in op.inputs if op.type == "Mul" else ():
-        other = factor(op, read)
+    for read, other in sides(op) if op.type == "Mul" else ():
         data = constant_content(other)
         if data is not None:
             mask = as_array(data)

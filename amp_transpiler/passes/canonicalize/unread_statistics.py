@@ -15,7 +15,7 @@ def forget_unread_statistics(program: Graph) -> int:
 
     Exporters write standardised weights so. What computed the statistics lies on no path to the results then.
     """
-    found = [op for op in program.walk() if op.type == "BatchNormalization" and not op.domain and _makes_none(op)]
+    found = [op for op in program.walk() if op.full_type == "BatchNormalization" and _makes_none(op)]
     return sum(_forget(op) for op in found)
 
 

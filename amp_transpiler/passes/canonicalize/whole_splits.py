@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from amp_transpiler.ir.constant_data import constant_array
+from amp_transpiler.ir.constant_data import constant_array, constant_number
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.types import FLOATS
@@ -50,7 +50,7 @@ def _merge_equal(program: Graph) -> int:
     first, seen = dict[tuple[object, ...], Operator](), {*program.outputs, *program.updates.values()}
     merged = set[Operator]()
     for op in of_type(program, "Split"):
-        sizes = None if op.input(1) is None else constant_array(op.inputs[1])  # type: ignore[arg-type]
+        sizes = constant_array(op.input(1))
         if op.program is not program or None in op.outputs or not seen.isdisjoint(op.outputs):
             continue
         if op.input(1) is not None and sizes is None:
@@ -101,10 +101,10 @@ def piece_of(op: Operator) -> Piece | None:
 
 
 def _slice(op: Operator, variable: Variable) -> Piece | None:
-    numbers = [None if v is None else constant_array(v) for v in op.inputs[1:]]
-    if not 3 <= len(numbers) <= 4 or any(a is None or a.size != 1 for a in numbers):
+    numbers = [constant_number(v) for v in op.inputs[1:]]
+    if not 3 <= len(numbers) <= 4 or None in numbers:
         return None
-    start, end, axis, step = (int(a.item()) for a in (*numbers, np.ones(1, np.int64))[:4] if a is not None)
+    start, end, axis, step = map(int, (*numbers, 1)[:4])
     axis, size = _along(variable, axis)
     if size is None or step != 1:
         return None
@@ -113,8 +113,7 @@ def _slice(op: Operator, variable: Variable) -> Piece | None:
 
 
 def _picked(op: Operator, variable: Variable) -> Piece | None:
-    index = op.input(1)
-    at = None if index is None else constant_array(index)
+    at = constant_array(op.input(1))
     axis, size = _along(variable, int(op.attrs.get("axis", 0)))
     if at is None or at.size != 1 or at.ndim > 1 or size is None or not -size <= at.item() < size:
         return None

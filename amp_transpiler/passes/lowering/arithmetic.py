@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.opdef import flops_of, traits_of
+from amp_transpiler.ir.opdef import flops_of, traits_named, traits_of
 from amp_transpiler.ir.result_shape import result_shape
 from amp_transpiler.ir.types import HALF
-from amp_transpiler.lists import TARGET_OPSET, faults, parts_of, roundings
+from amp_transpiler.lists import TARGET_OPSET, faults, parts_of, roundings, split_name
 from amp_transpiler.ops.rounded_sums import LANES, Summed, reduced_shape, sum_rule
 from amp_transpiler.passes.view.kernel_faults import Call, fault_of
 
@@ -73,7 +73,7 @@ class Arithmetic:
 def _worth(order: str, full_type: str, attrs: Mapping[str, Any], shapes: _Shapes, made: _Shapes) -> float:
     """How many roundings of its result the error of a sum is worth; infinity where nobody knows of how many summands,
     or where it is larger than the result and may leave the range of the type on the way."""
-    traits = traits_of(*full_type.split("::")[::-1])
+    traits = traits_named(full_type)
     if traits.reduces in ("mean", "norm", "log-sum"):
         return math.inf
     count = summands(full_type, attrs, shapes, made)
@@ -86,8 +86,9 @@ def _worth(order: str, full_type: str, attrs: Mapping[str, Any], shapes: _Shapes
 
 def summands(full_type: str, attrs: Mapping[str, Any], shapes: _Shapes, made: _Shapes) -> float | None:
     """How many summands a sum or a sum of products has; None where that is not known."""
-    traits = traits_of(*full_type.split("::")[::-1])
-    flops, result, first = flops_of(*full_type.split("::")[::-1]), next(iter(made), None), next(iter(shapes), None)
+    domain, type_ = split_name(full_type)
+    traits, flops = traits_of(type_, domain), flops_of(type_, domain)
+    result, first = next(iter(made), None), next(iter(shapes), None)
     if result is None or first is None or traits.over == "axis":  # the axis is not among the shapes
         return None
     if traits.product and flops is not None:
@@ -168,7 +169,7 @@ class Kernels:
             return None
         shapes = [None if v is None else v.shape for v in inputs]
         if shape is None:
-            traits = traits_of(*full_type.split("::")[::-1])
+            traits = traits_named(full_type)
             reduced = reduced_shape(e, attrs, inputs) if traits.over == "axes" else None
             shape = reduced or result_shape(full_type, traits, [v.shape for v in inputs if v is not None])
         dtypes = [None if v is None else v.dtype for v in inputs]
@@ -184,7 +185,7 @@ class Kernels:
         if fault is not None and fault.around == "fp32" and self.arithmetic.widens:
             how = "widened"
         if how == "widened" and not e.emulates:
-            domain, _, type_ = full_type.rpartition("::")
+            domain, type_ = split_name(full_type)
             wide = [None if v is None else e.f32(v) for v in inputs]
             types = ["float32" if kind == first.dtype else kind for kind in kinds]
             made = e.op(type_, *wide, outputs=len(kinds), domain=domain, dtype=types, shape=shape, **attrs)

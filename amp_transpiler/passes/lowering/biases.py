@@ -18,7 +18,7 @@ from amp_transpiler.ir.emitter import Value
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import place_traits
-from amp_transpiler.ops.common import multiple, scaled_by
+from amp_transpiler.ops.common import along_last_axis, multiple, scaled_by
 from amp_transpiler.ops.gpu_kernels import untransposed
 from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
 
@@ -115,8 +115,7 @@ def emit_biased_softmax(storage: EmulatedStorage, op: Operator) -> bool:
     if result.dtype not in _ADDS_BIAS:
         return False
     shape = storage.fixed(total)
-    last = {-1, len(shape) - 1} if shape is not None else ()
-    if shape is None or int(op.attrs.get("axis", -1 if op.program.opset() >= 13 else 1)) not in last:
+    if shape is None or not along_last_axis(op, len(shape)):
         return False
     for x, bias in (add.inputs, add.inputs[::-1]):
         if x is None or bias is None or storage.fixed(x) != shape:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import differentiated, lookup, traits_of
+from amp_transpiler.ir.opdef import differentiated, lookup, traits_named, traits_of
 from amp_transpiler.ir.rule_errors import rule_of
 from amp_transpiler.ops.channel_rows import exchanged, lies_in_rows, restored
 from amp_transpiler.ops.common import size_of
@@ -56,11 +56,7 @@ def as_image(e: Emitter, made: Value, shape: Size | None) -> Value:
 
 def _treats_axes_alike(op: Operator) -> bool:
     kind = differentiated(op)
-    if kind is None:
-        facts = traits_of(op)
-    else:
-        domain, _, type_ = kind.rpartition("::")
-        facts = traits_of(type_, domain)
+    facts = traits_of(op) if kind is None else traits_named(kind)
     return facts.elementwise or facts.over == "spatial"
 
 

@@ -215,9 +215,9 @@ class _Emission(EmulatedStorage):
 
     def operator(self, op: Operator) -> None:
         self.e.prefix = next((v.name for v in op.outputs if v is not None), op.type)
-        if op.type == "Identity" and not op.domain and op.inputs[0] is not None and op.outputs[0] is not None:
+        if op.full_type == "Identity" and op.inputs[0] is not None and op.outputs[0] is not None:
             self.env[op.outputs[0].key] = self.env[op.inputs[0].key]
-        elif op.type in ("Cast", "CastLike") and not op.domain:
+        elif op.full_type in ("Cast", "CastLike"):
             emit_cast(self, op)
         elif lowering_rule_of(op, self.e.at) is None or self.unsized(op) or not self._body(op):
             if op.domain == OWN:

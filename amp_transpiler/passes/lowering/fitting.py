@@ -30,7 +30,7 @@ from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.signature import Signature, signature
 from amp_transpiler.ir.tensors import renamed
 from amp_transpiler.ir.types import FLOATS, HALF, NAMES, ONNX_TYPES
-from amp_transpiler.lists import Fault, faults, kernel_types, place_traits
+from amp_transpiler.lists import Fault, faults, full_name, kernel_types, place_traits
 from amp_transpiler.ops.place_bodies import Asked, body_of, integers_in
 from amp_transpiler.passes.lowering.lowered import Lowered, Port, rename_tensors, used_tensors
 from amp_transpiler.passes.lowering.tensor_types import Type, inferred, types_within
@@ -220,7 +220,7 @@ class _Fitting:
 
     def _fault(self, node: onnx.NodeProto) -> Fault | None:
         """What is wrong with the kernel for such tensors, where a body stands for it."""
-        full_type = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+        full_type = full_name(node.op_type, node.domain)
         if full_type not in faults(self.lowered.place):
             return None
         types = [self._type(name) if name else ("", None) for name in node.input]
@@ -235,7 +235,7 @@ class _Fitting:
 
     def _body(self, node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
         """What stands for the node; None where nothing does."""
-        write = body_of(f"{node.domain}::{node.op_type}" if node.domain else node.op_type)
+        write = body_of(full_name(node.op_type, node.domain))
         if write is None:
             return None
         e, results = self.e, [value for name in node.output if (value := self._value(name)) is not None]

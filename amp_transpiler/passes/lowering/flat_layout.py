@@ -61,7 +61,7 @@ class FlatState:
 
 def _is_cast(variable: Variable) -> bool:
     return any(
-        op.type == "Cast" and not op.domain and (made := op.output(0)) is not None and made.dtype in HALF
+        op.full_type == "Cast" and (made := op.output(0)) is not None and made.dtype in HALF
         for op, _ in variable.readers
     )
 

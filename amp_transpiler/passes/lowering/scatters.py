@@ -17,7 +17,7 @@ from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
 def emit_scatter(storage: EmulatedStorage, op: Operator) -> bool:
     """Emit a scatter that adds rows; False where it is none, or sizes are not known: then it has one thread."""
     places = op.input(1)
-    if op.type not in ("ScatterND", "ScatterElements") or op.domain or combined(op) != "add" or places is None:
+    if op.full_type not in ("ScatterND", "ScatterElements") or combined(op) != "add" or places is None:
         return False
     by_elements = op.type == "ScatterElements"
     result, values = op.output(0), list[Value]()

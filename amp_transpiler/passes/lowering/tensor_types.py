@@ -12,7 +12,7 @@ from amp_transpiler.ir.control import nested_graphs
 from amp_transpiler.ir.emitter import Value
 from amp_transpiler.ir.infer import type_proto
 from amp_transpiler.ir.types import NAMES
-from amp_transpiler.lists import plain_domain
+from amp_transpiler.lists import full_name, plain_domain
 from amp_transpiler.passes.lowering.lowered import Lowered
 
 #: Element type and shape of a tensor; None where the shape is not fixed.
@@ -59,7 +59,7 @@ def unsized(name: str, nodes: Iterable[onnx.NodeProto], types: Mapping[str, Type
     what = f"the shape of tensor '{name}' is not known before the run"
     if maker is None:
         return GraphError(f"{what}; give the shapes of all feeds")
-    full_type = f"{maker.domain}::{maker.op_type}" if plain_domain(maker.domain) else maker.op_type
+    full_type = full_name(maker.op_type, plain_domain(maker.domain))
     made_by = f"{full_type} '{maker.name or at}'" + (f", which makes '{at}'," if at != name else "")
     if full_type != maker.op_type:
         return GraphError(f"{what}: {made_by} has no shape rule here; declare '{at}' in the model's value_info")

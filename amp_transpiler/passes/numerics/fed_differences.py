@@ -22,6 +22,7 @@ from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.stencils import is_stencil
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import LIMITS
+from amp_transpiler.ops.norm_parts import epsilon_of
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.fed import Fed, held
 from amp_transpiler.passes.numerics.ranges import Ranges
@@ -135,7 +136,7 @@ def _mean_and_spread(op: Operator, flow: Flow) -> tuple[Any, Any] | None:
     read = flow.inputs[op]
     if op.full_type == "BatchNormalization":
         mean, variance = (_numbers(v) for v in read[3:5])
-        return None if mean is None or variance is None else (mean, np.sqrt(variance + op.attrs.get("epsilon", 1e-5)))
+        return None if mean is None or variance is None else (mean, np.sqrt(variance + epsilon_of(op)))
     if op.full_type == "ai.onnx.ml::Scaler":
         with np.errstate(divide="ignore"):
             return np.asarray(op.attrs.get("offset", 0.0)), 1 / np.asarray(op.attrs.get("scale", 1.0))

@@ -77,7 +77,7 @@ def _written(square: Operator) -> str | None:
     made = square.outputs[0]
     while made is not None and len(made.readers) == 1 and made not in made.program.outputs:
         ((op, _),) = made.readers
-        if op.type not in _WITHIN or op.domain:
+        if op.full_type not in _WITHIN:
             break
         made = op.outputs[0]
         if op.type == "Mul" and any(v is not None and len(v.shape or ()) == 1 for v in op.inputs):

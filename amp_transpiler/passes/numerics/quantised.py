@@ -34,7 +34,7 @@ def loads_at(program: Graph, opset: int) -> bool:
         and not op.domain
         and (read := op.input(0)) is not None
         and read.dtype == "int8"
-        and any(reader.type in _HANDED_ON and not reader.domain for made in op.outputs for reader, _ in _readers(made))
+        and any(reader.full_type in _HANDED_ON for made in op.outputs for reader, _ in _readers(made))
         for op in program.walk()
     )
 
@@ -58,7 +58,7 @@ def keep_quantised(program: Graph, constraints: Constraints) -> None:
     """Constrain to fp32 each Concat of dequantised tensors that is quantised, and what quantises around it."""
     for op in program.walk():
         made = op.output(0)
-        if op.type != "Concat" or op.domain or made is None or made in made.program.outputs:
+        if op.full_type != "Concat" or made is None or made in made.program.outputs:
             continue
         before = [None if v is None else v.producer for v in op.inputs]
         behind: list[Operator | None] = [reader for reader, _ in made.readers]

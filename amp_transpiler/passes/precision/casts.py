@@ -24,7 +24,7 @@ from amp_transpiler.passes.precision.rules import Decision, constant_reason
 from amp_transpiler.passes.precision.table_rows import move_rows, shares_table
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.names import source
-from amp_transpiler.passes.view.typing import kept_slots, programs, signature_of
+from amp_transpiler.passes.view.typing import follow_outer_types, kept_slots, programs, signature_of
 
 Decisions = dict[Operator, Decision]
 #: What may stand between a constant and its readers: what makes it, and casts that were put in.
@@ -88,10 +88,7 @@ def _retype(program: Graph, decisions: Decisions, inserter: _Inserter, protected
     for op, decision in decisions.items():
         op.precision, op.why = decision.precision, decision.why
         _write_outputs(op, decision, inserter, protected)
-    for each in programs(program):
-        for variable in each.variables if each.parent is not None else ():
-            if variable.outer is not None:
-                variable.dtype = variable.outer.dtype
+    follow_outer_types(program)
     for op, decision in decisions.items():
         for slot, wanted in enumerate(decision.slots.inputs):
             read = op.inputs[slot]
@@ -185,7 +182,7 @@ def _protected(program: Graph, lists: AutoMixedPrecisionLists) -> set[Variable]:
 
 def _write_outputs(op: Operator, decision: Decision, inserter: _Inserter, protected: set[Variable]) -> None:
     """Retype what the operator writes; where the variable has to keep its type, write another one and cast it."""
-    casts = op.type == "Cast" and not op.domain
+    casts = op.full_type == "Cast"
     for slot, (variable, made) in enumerate(zip(op.outputs, decision.slots.outputs, strict=True)):
         if variable is None or made is None:
             continue

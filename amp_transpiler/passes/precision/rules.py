@@ -28,6 +28,7 @@ from amp_transpiler.passes.view.typing import (
     Obstacle,
     Slots,
     declared,
+    float_type,
     has_float,
     is_float,
     kept_slots,
@@ -116,7 +117,7 @@ class Rules:
         self, op: Operator, why: Reason, *, colour: str | None = None, inner: Reason | None = None
     ) -> Decision:
         """Leave its types as the program declares them."""
-        precision = _precision(op)
+        precision = float_type(op, "float32")
         runs = SHORT[precision] if colour == BLACK else UNTOUCHED
         return Decision(precision, why.running(runs), declared(op), colour, inner)
 
@@ -217,11 +218,6 @@ def _lacks_kernel(gap: str, place: str) -> Reason:
     if place == USUAL_PLACE:
         return Reason(Kind.NO_KERNEL, detail=detail)
     return Reason(Kind.NO_KERNEL_THERE, place_traits(place).title, detail)
-
-
-def _precision(op: Operator) -> str:
-    """The floating type that an operator computes in as it stands; "float32" where it handles none."""
-    return next((str(v.dtype) for v in (*op.outputs, *op.inputs) if v is not None and is_float(v)), "float32")
 
 
 def constant_reason(dtype: str) -> Reason:

@@ -200,7 +200,7 @@ class _Gates:
         variable: Variable | None = raw
         while variable is not None and variable.dtype not in HALF:
             op = variable.producer
-            variable = op.input(0) if op is not None and not op.domain and op.type == "Cast" else None
+            variable = op.input(0) if op is not None and op.full_type == "Cast" else None
         if not place_traits(self.lowered.place).emulates or variable is None or variable.producer is None:
             return
         rule = lookup(variable.producer)

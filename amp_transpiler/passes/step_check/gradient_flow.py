@@ -68,7 +68,7 @@ class GradientFlow:
         for read in inputs:
             together |= self.mask(read)
         by_slot = op.key in self._clipping
-        clips = by_slot or (op.type in _CLIPS and not op.domain)
+        clips = by_slot or (op.full_type in _CLIPS)
         for slot, made in enumerate(op.outputs):
             if made is None or made.dtype not in FLOATS:
                 continue

@@ -161,7 +161,7 @@ def replace(variable: Variable, array: np.ndarray | CastTensor | onnx.TensorProt
 
 def fill(op: Operator | None) -> np.ndarray | None:
     """The element that a ConstantOfShape writes everywhere, as an array of one; None for any other operator."""
-    if op is None or op.type != "ConstantOfShape" or op.domain:
+    if op is None or op.full_type != "ConstantOfShape":
         return None
     return as_array(op.attrs["value"]) if "value" in op.attrs else np.zeros(1, np.float32)
 

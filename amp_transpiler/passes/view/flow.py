@@ -6,8 +6,9 @@ Also what every such question needs: which numbers constants hold.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterable
 
+from amp_transpiler.ir.control import crossings
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
@@ -59,27 +60,8 @@ class Flow:
                     else:
                         self.uses[variable] = [(op, slot)]
             if op.attrs.programs:
-                self._enclose(op)
-
-    def _enclose(self, op: Operator) -> None:
-        """Join operands and results of a control flow operator to those of its nested graphs."""
-        name = op.full_type
-        if name == "If":
-            for nested in op.attrs.programs:
-                _join(self.results, nested.outputs, op.outputs)
-        elif name == "Loop":
-            body, states = op.attrs["body"], len(op.inputs) - 2
-            self._iterate(op, op.inputs[2:], body.inputs[2:], body.outputs[1:], states)
-        elif name == "Scan":
-            body = op.attrs["body"]
-            read = op.inputs[1:] if op.program.opset() < 9 else op.inputs
-            states = len(read) - op.attrs["num_scan_inputs"]
-            self._iterate(op, read, body.inputs, body.outputs, states)
-
-    def _iterate(self, op: Operator, read: Any, inside: Any, made: Any, states: int) -> None:
-        _join(self.entries, read, inside)
-        _join(self.results, made, op.outputs)
-        _join(self.loops, made[:states], inside[:states])
+                for edges, pairs in zip((self.entries, self.results, self.loops), crossings(op), strict=True):
+                    _join(edges, pairs)
 
     def number(self, variable: Variable | None) -> float | None:
         """The number that a constant of one element holds, moved about or not; None for anything else."""
@@ -111,7 +93,7 @@ class Flow:
         return None
 
 
-def _join(edges: dict[Variable, list[Variable]], ends: Any, starts: Any) -> None:
-    for end, start in zip(ends, starts, strict=False):
+def _join(edges: dict[Variable, list[Variable]], pairs: Iterable[tuple[Variable | None, Variable | None]]) -> None:
+    for end, start in pairs:
         if end is not None and start is not None and is_float(start):
             edges.setdefault(source(end), []).append(start)

@@ -19,9 +19,11 @@ from amp_transpiler.ir.opdef import lookup
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import FLOATS, HALF, LIMITS
 from amp_transpiler.lists import Fault, faults, has_kernel, kernel_types, place_traits, unsupported_reason
-from amp_transpiler.ops.einsum import labels_of, sizes_of
+from amp_transpiler.ops.einsum import terms_of
+from amp_transpiler.ops.norm_parts import EPSILON
+from amp_transpiler.ops.window import window_by
 from amp_transpiler.passes.view import constants
-from amp_transpiler.passes.view.typing import Slots, declared, widened
+from amp_transpiler.passes.view.typing import Slots, declared, float_type, widened
 
 #: What is loaded and not run, and what is run as its graph, which is looked into.
 _NOT_RUN = frozenset({"Constant", "SequenceMap"})
@@ -113,7 +115,7 @@ def _read_last(op: Operator) -> bool:
 def leaves(op: Operator, kind: str) -> str:
     """Why onnxruntime would not run the operator on a place of this kind at its opset; "" where it would."""
     at, opset = place_traits(kind), op.program.opset(op.domain)
-    dtype = next((str(v.dtype) for v in (*op.outputs, *op.inputs) if v is not None and v.dtype in FLOATS), "")
+    dtype = float_type(op)
     if op.type in _NOT_RUN:
         return ""
     if dtype == "float16" and at.emulates:
@@ -157,11 +159,9 @@ def _behind(call: Call) -> list[int] | None:
     whole = x is not None and x[2:] == kernel
     if not whole and not set(kernel) == set(steps) == {1}:
         return None
-    extent = [(k - 1) * d + 1 for k, d in zip(kernel, call.attrs.get("dilations") or [1] * rank, strict=True)]
     if auto.startswith("SAME"):
-        around = [max((-(-k // s) - 1) * s + r - k, 0) for k, s, r in zip(kernel, steps, extent, strict=True)]
-        before = [(n + 1) // 2 if auto == "SAME_LOWER" else n // 2 for n in around]
-        pads = [*before, *(n - b for n, b in zip(around, before, strict=True))]
+        made = [-(-k // s) for k, s in zip(kernel, steps, strict=True)]
+        pads = window_by(call.attrs, kernel, kernel, made).pads
     return None if any(pads[:rank]) else list(pads[rank:])
 
 
@@ -204,7 +204,7 @@ def _other_statistics(call: Call) -> bool:
     return call.dtypes[0] in HALF and any(dtype != call.dtypes[0] for dtype in call.dtypes[1:])
 
 
-def _small_epsilon(call: Call, default: float = 1e-5) -> bool:
+def _small_epsilon(call: Call, default: float = EPSILON) -> bool:
     """Of a norm."""
     return call.dtypes[0] in HALF and float(call.attrs.get("epsilon", default)) < _EPSILON
 
@@ -244,8 +244,7 @@ def _repeated(call: Call) -> bool:
     shapes = [shape for shape in call.shapes if shape is not None]
     if len(shapes) < len(call.shapes):
         return False
-    terms, _ = labels_of(str(call.attrs["equation"]), [len(shape) for shape in shapes])
-    sizes = sizes_of(terms, shapes)
+    terms, _, sizes = terms_of(call.attrs, shapes)
     return any([sizes[label] for label in term] != list(shape) for term, shape in zip(terms, shapes, strict=True))
 
 

@@ -14,7 +14,7 @@ def mark_synchronized(program: Graph, patterns: Sequence[str]) -> int:
     """Ask for that of those whose name or scope fits; ``Program.synchronize_batch_norm`` says the rest."""
     if any(v.grad_of is not None for v in program.variables):
         raise OrderError(f"program '{program.name}' has gradients already; synchronise before minimize")
-    norms = [op for op in program.operators if op.type == "BatchNormalization" and not op.domain]
+    norms = [op for op in program.operators if op.full_type == "BatchNormalization"]
     if not norms:
         raise ArgumentError(f"program '{program.name}' has no batch normalisation to be synchronised")
     marked = matching(norms, patterns, "synchronize_batch_norm")

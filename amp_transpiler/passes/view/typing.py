@@ -64,6 +64,11 @@ def has_float(op: Operator) -> bool:
     return any(is_float(v) for v in (*op.inputs, *op.outputs))
 
 
+def float_type(op: Operator, default: str = "") -> str:
+    """The floating type that an operator computes in as it stands; ``default`` where it handles none."""
+    return next((str(v.dtype) for v in (*op.outputs, *op.inputs) if v is not None and is_float(v)), default)
+
+
 def declared(op: Operator) -> Slots:
     """The types as they stand in the program."""
     return Slots(
@@ -236,6 +241,14 @@ def programs(program: Graph) -> Iterator[Graph]:
     for op in program.nesting:
         for nested in op.attrs.programs:
             yield from programs(nested)
+
+
+def follow_outer_types(program: Graph) -> None:
+    """Let variables of nested graphs that stand for outer ones have their types."""
+    for each in programs(program):
+        for variable in each.variables if each.parent is not None else ():
+            if variable.outer is not None:
+                variable.dtype = variable.outer.dtype
 
 
 def require_typed(program: Graph) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, DistributedError, MissingPackageError, PlaceError
 from amp_transpiler.ir.types import FLOATS, HALF, numpy_dtype
+from amp_transpiler.option_checks import counted
 from amp_transpiler.passes.lowering.place import CUDAPlace, Place
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.collective import arguments, headers
@@ -108,7 +109,7 @@ class NcclEngine(Engine):
             raise PlaceError(f"{me} finds no CUDA device: {error}") from None
         place = place or CUDAPlace(self.local_rank % max(1, count))
         if place.device_id >= count:
-            raise PlaceError(f"{me} is to be on {place!r}, and finds {count} CUDA device{'s' * (count != 1)}")
+            raise PlaceError(f"{me} is to be on {place!r}, and finds {counted(count, 'CUDA device')}")
         return place
 
     def _connect(self) -> None:
