@@ -98,8 +98,8 @@ def var(
         if not less:
             return mean
         # N / (N - 1) times the mean, without a number that 16 bit does not hold: one that is infinite adds nothing
-        rest = put("Cast", _counted(put, x, axes, 1), to=ONNX_TYPES[str(x.dtype)])
-        return put("Add", mean, put("Div", mean, rest))
+        others = put("Cast", _counted(put, x, axes, 1), to=ONNX_TYPES[str(x.dtype)])
+        return put("Add", mean, put("Div", mean, others))
     # The square of a deviation may leave 16 bit where the variance does not: so of shares, whose squares add up to it.
     digits, exponent = math.frexp(1 / math.sqrt(count))
     share = math.ldexp(math.floor(8 * digits) / 8, exponent)  # of three binary digits: every type holds it
