@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Any, ClassVar
 
 from amp_transpiler.conversion.conversion_options import OPTIONS, ConversionOptions
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.patterns import matching
 from amp_transpiler.passes.canonicalize.simplify import remove_dead
-from amp_transpiler.passes.pipeline import Context, Pass, Property
+from amp_transpiler.passes.pipeline import Context, Pass, Property, Value
 from amp_transpiler.passes.precision.rules import black_operators
 
 
@@ -29,7 +30,7 @@ def converted(program: Graph) -> bool:
 class Simplification(Pass, base=True):
     """A pass over a model that was not converted before; what it leaves unread goes."""
 
-    needs = (Property.TYPED, Property.CONSTANTS, OPTIONS)
+    needs: ClassVar[tuple[Property | Value[Any], ...]] = (Property.TYPED, Property.CONSTANTS, OPTIONS)
 
     def applies(self, graph: Graph, context: Context) -> bool:
         return self.wanted(graph, context[OPTIONS]) and not converted(graph)

@@ -335,7 +335,7 @@ def exchange_of(type_: str, domain: str = OWN) -> Exchange | None:
     return None if found is None else found.exchange
 
 
-def moves(op: Operator, slot: int | None = None) -> bool:
+def moves(op: Operator, slot: int | str | None = None) -> bool:
     """Whether the outputs hold the elements of this input as they are; without ``slot``, of any input."""
     slots = traits_of(op).moves
     return slots is None or (bool(slots) if slot is None else slot in slots)

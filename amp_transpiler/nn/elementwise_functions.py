@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,7 +100,7 @@ def expm1(x: Variable, *, name: str | None = None) -> Variable:
     return put("Where", put("Less", put("Abs", x), one), near, put("Sub", put("Exp", x), one))
 
 
-def _putting(call: str, x: Variable) -> Callable[..., Variable]:
+def _putting(call: str, x: Variable) -> Builder:
     """What adds operators of a function of ``x``, checked to be float."""
     variable(call, "x", x, dtypes=FLOATING)
     return appending(call)

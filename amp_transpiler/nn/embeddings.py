@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -158,85 +158,82 @@ def bags_of_rows(
     put: Builder, found: Variable, x: Variable, offsets: Variable | None, mode: str, padding: int | None
 ) -> Variable:
     """:func:`embedding_bag` of rows that were looked up: ``found`` has one more dimension than ``x``."""
-    add = put
 
     def cast(value: Variable, dtype: str | None) -> Variable:
-        return value if value.dtype == dtype else add("Cast", value, to=ONNX_TYPES[str(dtype)])
+        return value if value.dtype == dtype else put("Cast", value, to=ONNX_TYPES[str(dtype)])
 
     along = np.array([1], np.int64)
     if mode == "max":
-        pads = None if padding is None else add("Unsqueeze", add("Equal", x, constant(x, padding)), np.array([-1]))
-        return _largest(add, found, None if offsets is None else _bag_of_each(add, x, cast(offsets, "int64")), pads)
+        pads = None if padding is None else put("Unsqueeze", put("Equal", x, constant(x, padding)), np.array([-1]))
+        return _largest(put, found, None if offsets is None else _bag_of_each(put, x, cast(offsets, "int64")), pads)
     rows = cast(found, "float32")
     ones = None
     if mode == "mean":
-        counts = add("Equal", x, x) if padding is None else add("Not", add("Equal", x, constant(x, padding)))
+        counts = put("Equal", x, x) if padding is None else put("Not", put("Equal", x, constant(x, padding)))
         ones = cast(counts, "float32")
     if offsets is None:
-        total = add("ReduceSum", rows, along, keepdims=0)
-        count = None if ones is None else add("ReduceSum", ones, along, keepdims=1)
+        total = put("ReduceSum", rows, along, keepdims=0)
+        count = None if ones is None else put("ReduceSum", ones, along, keepdims=1)
     else:
-        bag, start = _bag_of_each(add, x, cast(offsets, "int64"))
+        bag, start = _bag_of_each(put, x, cast(offsets, "int64"))
         flat = np.ones((1, fixed(put.call, "weight", found, 1)), np.float32)
-        total = _added(add, add("Mul", start, flat), bag, rows)
-        count = None if ones is None else _added(add, start, bag, add("Unsqueeze", ones, along))
+        total = _added(put, put("Mul", start, flat), bag, rows)
+        count = None if ones is None else _added(put, start, bag, put("Unsqueeze", ones, along))
     if count is not None:
-        total = add("Div", total, add("Max", count, np.ones((1, 1), np.float32)))
+        total = put("Div", total, put("Max", count, np.ones((1, 1), np.float32)))
     return cast(total, found.dtype)
 
 
-def _bag_of_each(add: Any, x: Variable, offsets: Variable) -> tuple[Variable, Variable]:
+def _bag_of_each(put: Builder, x: Variable, offsets: Variable) -> tuple[Variable, Variable]:
     """The bag [all rows, 1] of each row, and zeros [bags, 1]: counted at the offsets, behind all rows too."""
-    zeros = add("Cast", add("Sub", x, x), to=ONNX_TYPES["int64"])
-    none = add("Sub", offsets, offsets)
-    counts = add("Concat", zeros, np.zeros(1, np.int64), axis=0)
-    ones = add("Add", none, np.ones(1, np.int64))
-    begins = add("ScatterElements", counts, offsets, ones, axis=0, reduction="add")
-    number = add("Sub", add("CumSum", begins, np.array(0, np.int64)), np.ones(1, np.int64))
-    number = add("Slice", number, np.array([0], np.int64), np.array([-1], np.int64), np.array([0], np.int64))
-    start = add("Cast", add("Unsqueeze", none, np.array([1], np.int64)), to=ONNX_TYPES["float32"])
-    return add("Unsqueeze", number, np.array([1], np.int64)), start
+    zeros = put("Cast", put("Sub", x, x), to=ONNX_TYPES["int64"])
+    none = put("Sub", offsets, offsets)
+    counts = put("Concat", zeros, np.zeros(1, np.int64), axis=0)
+    ones = put("Add", none, np.ones(1, np.int64))
+    begins = put("ScatterElements", counts, offsets, ones, axis=0, reduction="add")
+    number = put("Sub", put("CumSum", begins, np.array(0, np.int64)), np.ones(1, np.int64))
+    number = put("Slice", number, np.array([0], np.int64), np.array([-1], np.int64), np.array([0], np.int64))
+    start = put("Cast", put("Unsqueeze", none, np.array([1], np.int64)), to=ONNX_TYPES["float32"])
+    return put("Unsqueeze", number, np.array([1], np.int64)), start
 
 
-def _largest(
-    add: Callable[..., Variable], rows: Variable, bags: tuple[Variable, Variable] | None, pads: Variable | None
-) -> Variable:
+def _largest(put: Builder, rows: Variable, bags: tuple[Variable, Variable] | None, pads: Variable | None) -> Variable:
     """The elements of each bag's rows that are largest, the first of equal ones, taken out of ``rows``; 0 where there
     are none. ``bags``: as of :func:`_bag_of_each`; ``pads``: True for rows that are left out, which are 0."""
 
     def full(type_: str, *inputs: Any, **attrs: Any) -> Variable:
-        made = add(type_, *inputs, **attrs)
+        made = put(type_, *inputs, **attrs)
         assert made.producer is not None
         made.producer.metadata[FULL] = str(Reason(Kind.COMPARES, rows.name))
         return made
 
-    wide = add("Cast", rows, to=ONNX_TYPES["float32"])
+    wide = put("Cast", rows, to=ONNX_TYPES["float32"])
     low = np.array(-np.inf, np.float32)
     compared = wide if pads is None else full("Where", pads, low, wide)
     if bags is None:
         first = full("ArgMax", compared, axis=1, keepdims=1)
-        return add("Squeeze", add("GatherElements", rows, first, axis=1), np.array([1], np.int64))
+        return put("Squeeze", put("GatherElements", rows, first, axis=1), np.array([1], np.int64))
     bag, start = bags
     width = np.zeros((1, fixed("embedding_bag", "weight", rows, 1)), np.float32)
     # CUDA's kernel of ScatterElements has largest and smallest ones, that of ScatterND has sums alone.
-    every = add("Add", bag, width.astype(np.int64))
-    top = full("ScatterElements", add("Add", start, width + low), every, compared, axis=0, reduction="max")
+    every = put("Add", bag, width.astype(np.int64))
+    top = full("ScatterElements", put("Add", start, width + low), every, compared, axis=0, reduction="max")
     is_top = full("Equal", compared, full("GatherND", top, bag))
     if pads is not None:
-        is_top = add("And", is_top, add("Not", pads))
+        is_top = put("And", is_top, put("Not", pads))
     # Rows are counted from 1 on, so that 0 is a row of zeros for bags that have none.
     beyond, none = np.array(2**31 - 1), np.zeros(1, np.int64)
-    number = add("CumSum", add("Add", add("Sub", bag, bag), np.ones(1, np.int64)), np.array(0, np.int64))
-    numbers = add("Where", is_top, number, beyond)
-    nobody = add("Add", add("Cast", add("Add", start, width), to=ONNX_TYPES["int64"]), beyond)
-    first = add("ScatterElements", nobody, every, numbers, axis=0, reduction="min")
-    place = add("Where", add("Equal", first, beyond), none, first)
-    behind = add("Concat", width.astype(numpy_dtype(str(rows.dtype))), rows, axis=0)
-    return add("GatherElements", behind, place, axis=0)
+    number = put("CumSum", put("Add", put("Sub", bag, bag), np.ones(1, np.int64)), np.array(0, np.int64))
+    numbers = put("Where", is_top, number, beyond)
+    nobody = put("Add", put("Cast", put("Add", start, width), to=ONNX_TYPES["int64"]), beyond)
+    first = put("ScatterElements", nobody, every, numbers, axis=0, reduction="min")
+    place = put("Where", put("Equal", first, beyond), none, first)
+    behind = put("Concat", width.astype(numpy_dtype(str(rows.dtype))), rows, axis=0)
+    return put("GatherElements", behind, place, axis=0)
 
 
-def _added(add: Any, start: Variable, bag: Variable, values: Variable) -> Variable:
-    total: Variable = add("ScatterND", start, bag, values, reduction="add")
+def _added(put: Builder, start: Variable, bag: Variable, values: Variable) -> Variable:
+    total: Variable = put("ScatterND", start, bag, values, reduction="add")
     assert total.producer is not None
     total.producer.metadata[FULL] = str(Reason(Kind.ADDS_UP))
     return total

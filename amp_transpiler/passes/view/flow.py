@@ -60,8 +60,10 @@ class Flow:
                     else:
                         self.uses[variable] = [(op, slot)]
             if op.attrs.programs:
-                for edges, pairs in zip((self.entries, self.results, self.loops), crossings(op), strict=True):
-                    _join(edges, pairs)
+                into = crossings(op)
+                _join(self.entries, into.entries)
+                _join(self.results, into.results)
+                _join(self.loops, into.turns)
 
     def number(self, variable: Variable | None) -> float | None:
         """The number that a constant of one element holds, moved about or not; None for anything else."""
