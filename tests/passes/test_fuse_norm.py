@@ -100,6 +100,16 @@ def served(model: onnx.ModelProto) -> np.ndarray:
     return np.asarray(session.run(["y"], {"x": X})[0])
 
 
+def assert_one_layer_norm(model: onnx.ModelProto) -> None:
+    """A conversion and a training find one, and the conversion computes what the model does."""
+    converted = amp.convert(model)
+    assert [op.type for op in converted.operators if op.type != "Cast"] == ["LayerNormalization"]
+    assert off(served(converted.to_onnx()), served(model)) < 4e-3
+    program = amp.Program.from_onnx(model)
+    assert set(amp.prepare_training(program).trainable) == {"g", "b"}
+    assert [op.type for op in program.operators] == ["LayerNormalization"]
+
+
 def test_one_operator_in_a_conversion() -> None:
     model = onnx.parser.parse_model(NORMS)
     program = amp.convert(model)
@@ -147,13 +157,7 @@ def test_one_operator_in_training() -> None:
 )
 def test_a_variance_from_a_mean_of_squares(change: tuple[str, str]) -> None:
     assert change[0] in FLAX
-    model = onnx.parser.parse_model(FLAX.replace(*change))
-    converted = amp.convert(model)
-    assert [op.type for op in converted.operators if op.type != "Cast"] == ["LayerNormalization"]
-    assert off(served(converted.to_onnx()), served(model)) < 4e-3
-    program = amp.Program.from_onnx(model)
-    assert set(amp.prepare_training(program).trainable) == {"g", "b"}
-    assert [op.type for op in program.operators] == ["LayerNormalization"]
+    assert_one_layer_norm(onnx.parser.parse_model(FLAX.replace(*change)))
 
 
 @pytest.mark.parametrize(
@@ -175,13 +179,7 @@ def test_another_variance_is_no_layer_norm(change: tuple[str, str]) -> None:
 
 
 def test_a_variance_in_float64() -> None:
-    model = onnx.parser.parse_model(EQUINOX)
-    converted = amp.convert(model)
-    assert [op.type for op in converted.operators if op.type != "Cast"] == ["LayerNormalization"]
-    assert off(served(converted.to_onnx()), served(model)) < 4e-3
-    program = amp.Program.from_onnx(model)
-    assert set(amp.prepare_training(program).trainable) == {"g", "b"}
-    assert [op.type for op in program.operators] == ["LayerNormalization"]
+    assert_one_layer_norm(onnx.parser.parse_model(EQUINOX))
 
 
 @pytest.mark.parametrize(
