@@ -233,3 +233,10 @@ def test_a_check_reads_the_model_once_and_measures_it_once(
     given = [flag.replace("{data}", str(model.parent / "x.npz")) for flag in flags]
     assert main(["convert", str(model), str(model.parent / "o.onnx"), "--check", *given]) == 0
     assert counts == {"read": 1, "session": sessions}
+
+
+def test_a_range_where_no_input_is_a_float() -> None:
+    text = "net (int64[n] ids) => (float[n] y) { x = Cast <to = 1> (ids) y = Exp (x) }"
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]> {text}')
+    with pytest.raises(amp.errors.ArgumentError, match="'ids', which is no floating-point input of the model$"):
+        amp.convert(model, input_ranges={"ids": (0, 9)})

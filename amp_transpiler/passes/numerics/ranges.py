@@ -135,7 +135,7 @@ def _rule(op: Operator) -> RangeRule | None:
 def _input(program: Graph, name: str) -> Variable:
     known = {v.name: v for v in program.inputs if v.dtype in FLOATS}
     if name not in known:
-        hint = near_names(name, known, "; ") or f"; they are {', '.join(map(repr, known))}"
+        hint = near_names(name, known, "; ") or f"; they are {', '.join(map(repr, known))}" * bool(known)
         raise ArgumentError(f"a range is given for '{name}', which is no floating-point input of the model{hint}")
     return known[name]
 
