@@ -27,12 +27,19 @@ def agreed_counts(program: Program, stored: Mapping[Key, Stored]) -> dict[str, S
     return found
 
 
-def fit_counts(program: Program, sources: dict[Variable, Stored | None], agreed: Mapping[str, Stored]) -> None:
+def fit_counts(program: Program, sources: dict[Variable, Stored | None], agreed: Mapping[str, Stored]) -> list[str]:
     """Let the counts of a part begin with its moments, where none of these is stored; otherwise let one of which
-    nothing is stored under its number have what all stored parts agree on."""
+    nothing is stored under its number have what all stored parts agree on.
+
+    The parameters that come without moments to a part that goes on, by name: its counts are not theirs.
+    """
+    late = list[str]()
     for update in training_step(program).updates:
-        moments = [v for row in update.rows for v in row.accumulators.values() if v is not None]
-        begins = not any(sources.get(moment) for moment in moments)
+        known = [(row, any(sources.get(v) for v in row.accumulators.values() if v is not None)) for row in update.rows]
+        begins = not any(goes_on for _, goes_on in known)
         for kind, count in update.scalars.items():
             if count in sources:
                 sources[count] = None if begins else sources[count] or agreed.get(kind)
+        if update.scalars and not begins:
+            late += [row.parameter.name for row, goes_on in known if row.parameter is not None and not goes_on]
+    return late

@@ -18,6 +18,7 @@ from amp_transpiler.errors import CheckpointError, CheckpointMismatchError
 from amp_transpiler.ir.dealt_rows import held_shape
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import FLOATS, numpy_dtype
+from amp_transpiler.option_checks import listed
 from amp_transpiler.passes.lowering.lowered import needed
 from amp_transpiler.passes.view.training_step import training_step
 from amp_transpiler.program import Program
@@ -169,7 +170,7 @@ def restore(
     found = Restored()
     sources = {variable: _source(variable, slot, stored) for variable, slot in slots.items()}
     agreed = agreed_counts(program, stored)
-    fit_counts(program, sources, agreed)
+    late = fit_counts(program, sources, agreed)
     for variable, source in sources.items():
         if source is not None:
             _check(variable, source, found.wrong, weights_only)
@@ -185,6 +186,12 @@ def restore(
         wrong = [(v, s) for v, s in wrong if not (weights_only and _is_turned(v, s))]
         unlike = dict.fromkeys(s.name if s.role in NAMED else slots[v].of for v, s in wrong)
         raise _mismatch(program, found, what, [name for name in unlike if name])
+    if late:
+        warn_user(
+            f"{what}: {listed(late)} of program '{program.name}' begin there beside parameters that go on; with the "
+            "beta powers of these, their first steps are up to three times as long. A group with a rate of its own has "
+            "powers of its own: {'params': [...], 'learning_rate': 0.1}"
+        )
     others = elsewhere(program)
     for variable, source in sources.items():
         if source is not None and variable.name in others:

@@ -245,3 +245,11 @@ def test_a_layer_that_trains_from_now_on_begins_its_counts(tmp_path: Path) -> No
     first, second = (v.name for v, slot in state_slots(net.main).items() if slot.role == "beta1_pow_acc")
     assert first in loaded.missing and fresh.find_var(first) == np.float32(0.9)
     assert second not in loaded.missing and fresh.find_var(second) < np.float32(0.7)
+
+
+def test_it_is_told_where_it_begins_beside_what_goes_on(tmp_path: Path) -> None:
+    """With a rate of its own it has powers of its own; else it has those of many steps, and moments that begin."""
+    trained("pure-fp16", tmp_path / "a", parameter_list=[{"params": LAYERS[1]}])
+    net = build(parameter_list=[*LAYERS[0], *LAYERS[1]])
+    with pytest.warns(UserWarning, match=r"'fc_0\.w_0'.* begin there beside parameters that go on.*'learning_rate'"):
+        amp.load_checkpoint(tmp_path / "a", net.main, amp.Scope(), strict=False)
