@@ -54,7 +54,8 @@ def synthetic_sample(program: Program) -> tuple[dict[str, np.ndarray], list[Any]
             if undefined(outputs):
                 shares = _filled(program, shapes, shares=True)
                 others = outputs_as_given(program, [shares], session)[0]
-                sample, outputs = (sample, outputs) if undefined(others) else (shares, others)
+                if not undefined(others) and not any(map(_is_infinite, others)):  # as of weights that are
+                    sample, outputs = shares, others
         except ModelFileError:
             raise
         except AmpError as error:
@@ -74,6 +75,11 @@ def synthetic_sample(program: Program) -> tuple[dict[str, np.ndarray], list[Any]
 def _tells(output: Any) -> bool:
     """Whether an output is more than zeros, of which every conversion is right."""
     return not isinstance(output, np.ndarray) or output.dtype.kind not in "fV" or bool((output != 0).any())
+
+
+def _is_infinite(output: Any) -> bool:
+    """Whether an output holds no finite number."""
+    return isinstance(output, np.ndarray) and output.dtype.kind == "f" and not np.isfinite(output).any()
 
 
 def _shapes(program: Program) -> Iterator[list[list[int]]]:
