@@ -17,6 +17,8 @@ from amp_transpiler.runtime.budget import OverBudget, calibration_budget, check_
 
 #: What outputs are measured on, where it is not a synthetic sample.
 CALIBRATION = "the calibration data"
+#: What helps where an output is no number, or infinite, on a sample that is made up.
+_LEFT = ": numbers left the range of the type; on calibration data (--calibration) what does stays fp32"
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,11 @@ class Verdict:
     @property
     def failures(self) -> tuple[str, ...]:
         """A sentence for each output that is beyond the tolerance, and for what kept them from being measured."""
-        missed = [f"output '{n}' is off by {self.errors[n]:.3g}, above {self.tolerance:g}" for n in self.missed]
+        missed = [
+            f"output '{name}' is off by {self.errors[name]:.3g}, above {self.tolerance:g}"
+            + (_LEFT if self.sample != CALIBRATION and not math.isfinite(self.errors[name]) else "")
+            for name in self.missed
+        ]
         return (*missed, *([self.why] if self.why and not self.errors else []))
 
 

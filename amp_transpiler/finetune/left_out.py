@@ -10,7 +10,7 @@ from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.parameter_names import made_up
 from amp_transpiler.ir.torch_marks import PARAMETER, exported_from, is_computed
 from amp_transpiler.ir.types import FLOATS
-from amp_transpiler.ir.weights import A_BUFFER, FREQUENCIES, ONE_NUMBER, PLACES, STENCIL, not_a_weight
+from amp_transpiler.ir.weights import A_BUFFER, FREQUENCIES, ONE_NUMBER, PLACES, SCHEDULE, STENCIL, not_a_weight
 from amp_transpiler.ops.fake_quantize import stored_quantised
 from amp_transpiler.ops.training.random import MASK_ID
 from amp_transpiler.option_checks import listed
@@ -65,10 +65,14 @@ def counted_left(program: Program) -> list[str]:
 
 def buffers_left(program: Program) -> list[str]:
     """Say which tensors the exporter calls buffers, where nothing else tells that they are not trained, and which look
-    like stencils."""
+    like stencils and schedules."""
     constants = [v for v in program.variables if v.is_constant and v.producer is None and v.dtype in FLOATS]
     reasons = {v.name: not_a_weight(v) for v in constants if v.readers}
-    said = {A_BUFFER: "buffers of the exported model", STENCIL: "rows that add up to nothing, as stencils have"}
+    said = {
+        A_BUFFER: "buffers of the exported model",
+        STENCIL: "rows that add up to nothing, as stencils have",
+        SCHEDULE: "tables that rise or fall all along, as schedules do",
+    }
     return [
         f"{listed(left)}: {what}, not trained; name in trainable what is learned"
         for kind, what in said.items()

@@ -30,15 +30,16 @@ from amp_transpiler.ir.types import FLOATS
 #: What :func:`not_a_weight` says of a running mean or variance: no weight, but it changes in training.
 STATISTICS = "statistics"
 ONE_NUMBER, A_BUFFER = "one number", "a buffer of the exported model"
-PLACES, FREQUENCIES, STENCIL = "places", "the frequencies of an angle", "a stencil"
+PLACES, FREQUENCIES = "places", "the frequencies of an angle"
+STENCIL, SCHEDULE = "a stencil", "the table of a schedule"
 #: Where an attention mask meets the scores, perhaps combined with another before.
 _MASKED = frozenset({"Add", "Sub", "Where", "Min", "Max", "Mul", "Attention", "MultiHeadAttention"})
 #: A number that no trained weight has, and every mask has: what a masked score gets is at least this far below 0.
 _MASK = -1e4
 #: What writes into a tensor of one number, or makes a mask of it.
 _FILLED = frozenset({"Scatter", "ScatterElements", "ScatterND", "TensorScatter", "Trilu", "Pad"})
-#: Elements that are looked at first.
-_FIRST = 64
+#: Elements that are looked at first; numbers of which hardly any learned ones are in order.
+_FIRST, _STEPS = 64, 16
 _HOPS = 6
 
 
@@ -86,6 +87,8 @@ def not_a_weight(variable: Variable) -> str:
             return "a mask of nothing"
     if kind not in (PARAMETER, BUFFER) and uses and all(is_stencil(op, slot, variable) for op, slot in uses):
         return STENCIL
+    if kind not in (PARAMETER, BUFFER) and _is_schedule(variable, uses, shape):
+        return SCHEDULE
     return spectral(variable, uses) or (A_BUFFER if kind == BUFFER else "")
 
 
@@ -212,6 +215,17 @@ def _is_choice(variable: Variable) -> bool:
         return False
     ones = array == 1
     return bool(ones.any() and not ones.all() and (ones | (array == 0)).all())
+
+
+def _is_schedule(variable: Variable, uses: Sequence[tuple[Operator, int]], shape: tuple[int, ...]) -> bool:
+    """Whether it is only looked up, one number at a time, and rises or falls all along: the noise of a diffusion's
+    steps. What is learned of each of many things has no order."""
+    if len(shape) != 1 or not _STEPS <= shape[0] <= LOOKED_THROUGH or not uses:
+        return False
+    if not all(traits_of(op).lookup and slot == 0 for op, slot in uses):
+        return False
+    steps = np.diff(np.asarray(as_array(variable.data), np.float32))
+    return bool((steps > 0).all() or (steps < 0).all())
 
 
 def _is_of_groups(op: Operator) -> bool:

@@ -11,6 +11,8 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.cli import main
+from amp_transpiler.conversion.synthetic import SYNTHETIC
+from amp_transpiler.conversion.verdict import CALIBRATION, Verdict
 
 TEXT = '<ir_version: 9, opset_import: ["" : 17]> g (float[4] x) => (float[4] y, float[4] z) { y = Exp(x)  z = BODY }'
 NAN = np.full(4, np.nan, np.float32)
@@ -51,3 +53,11 @@ def test_a_folder_is_told_from_a_file_in_it(
     Path("o.onnx").write_bytes(b"")
     assert main(["convert", ".", "o.onnx"]) == 1
     assert "the model file '.' cannot be read: Is a directory" in capsys.readouterr().err
+
+
+def test_an_output_that_left_the_range_on_a_synthetic_sample_asks_for_data() -> None:
+    """The way out of "off by nan": calibration data keep fp32 what left the range."""
+    verdict = Verdict({"y": float("nan"), "z": 0.5}, SYNTHETIC, 0.01)
+    assert verdict.failures[0].endswith("on calibration data (--calibration) what does stays fp32")
+    assert verdict.failures[1] == "output 'z' is off by 0.5, above 0.01"
+    assert Verdict({"y": float("nan")}, CALIBRATION, 0.01).failures == ("output 'y' is off by nan, above 0.01",)

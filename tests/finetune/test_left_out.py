@@ -145,3 +145,19 @@ def test_stencils_are_not_trained_and_told() -> None:
         "'k': rows that add up to nothing, as stencils have, not trained; name in trainable what is learned"
         in report.notes
     )
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_tables_that_fall_all_along_are_schedules(ordered: bool) -> None:
+    """The noise of a diffusion's steps: trained, it left the domain of its root in one step. What has no order is a
+    number of each of many things."""
+    table = np.cumprod(1 - np.linspace(1e-4, 0.02, 40)).astype(np.float32)
+    made = program(
+        "net (float[N,2] x, int64[N,1] t) => (float[N,2] y) { a = Gather (ac, t)  s = Sqrt (a)  h = MatMul (x, w)  y = Mul (h, s) }",
+        ac=table if ordered else np.random.default_rng(0).permutation(table),
+        w=np.array([[0.1, 0.2], [0.3, 0.5]], np.float32),
+    )
+    report = amp.prepare_training(made)
+    assert set(report.trainable) == ({"w"} if ordered else {"w", "ac"})
+    said = "'ac': tables that rise or fall all along, as schedules do, not trained; name in trainable what is learned"
+    assert (said in report.notes) == ordered

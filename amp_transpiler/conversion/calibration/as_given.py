@@ -65,13 +65,16 @@ def refused(program: Program) -> bool:
         return False
 
 
+def undefined(outputs: Sequence[Any]) -> bool:
+    """Whether outputs hold floats, and all of these are NaN."""
+    floats = [value for value in outputs if isinstance(value, np.ndarray) and value.dtype.kind == "f"]
+    return any(map(np.size, floats)) and all(np.isnan(value).all() for value in floats)
+
+
 def measurable(program: Program, outputs: Sequence[Sequence[Any]], sample: str) -> None:
     """FeedError where ``outputs``, those of ``program`` on each batch, hold no number that errors could be measured
     by: all floats are NaN."""
-    floats = [
-        value for batch in outputs for value in batch if isinstance(value, np.ndarray) and value.dtype.kind == "f"
-    ]
-    if any(map(np.size, floats)) and all(np.isnan(value).all() for value in floats):
+    if undefined([value for batch in outputs for value in batch]):
         raise FeedError(
             f"every floating-point output of program '{program.name}' is NaN in float32 too on {sample}, so that "
             "nothing can be measured; give data on which it gives numbers"
