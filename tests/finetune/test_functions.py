@@ -40,5 +40,5 @@ def test_a_refused_preparation_leaves_functions_as_they_were() -> None:
     model = onnx.parser.parse_model(MODULE)
     program = amp.Program.from_onnx(model)
     with pytest.raises(amp.AmpError, match="left to train"):
-        amp.prepare_training(program, freeze=["*"])
+        amp.prepare_training(program, trainable=[], freeze=[])
     assert program.to_onnx() == model
