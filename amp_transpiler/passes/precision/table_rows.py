@@ -14,7 +14,7 @@ from amp_transpiler.passes.precision.rules import Decision
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.typing import Slots
 
-#: Whose kernels take every element type, on every place.
+#: Whose kernels take each 16-bit type where those of products do.
 _LOOKUPS = frozenset({"Gather", "GatherND"})
 #: Why an operator is fp32 that might be 16 bit.
 _FOR_CASTS = frozenset({Kind.CHEAPER, Kind.NO_NEIGHBOUR})
