@@ -93,6 +93,7 @@ class Kind(Enum):
     FED_DIFFERENCE = "a difference of what is fed, which 16 bit rounds off before"
     FED_SHARE = "a share of a total of what is fed, which is of any size"
     FED_ORDER = "the order of what is fed, in which 16 bit makes ties"
+    ORDER = "the order of what is computed in fp32, in which 16 bit makes ties"
     FED_BOUND = "tells on which side of a bound what is fed lies, which 16 bit rounds"
     FED_LEVEL = "brings what is computed back to the size of what is fed, which may be any"
     RUNNING_SUM = "a running sum, of which {subject} tells what 16 bit would lose"

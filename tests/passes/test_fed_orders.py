@@ -7,6 +7,7 @@ import onnx
 import pytest
 
 import amp_transpiler as amp
+from amp_transpiler.ir.reasons import Kind
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.fed import Fed
 from amp_transpiler.passes.numerics.fed_orders import keep_fed_orders
@@ -69,3 +70,48 @@ def test_orders_and_bounds_of_what_is_fed(name: str, mode: str) -> None:
     (wanted,), (got,) = session(model).run(None, feed), run_faithful(amp.convert(model, mode=mode), feed)
     if expected:  # a fifth of the places were others
         np.testing.assert_allclose(got, wanted, rtol=1e-3)
+
+
+DISTANCES = {
+    "of distances": ("d = Sqrt(s)  v, y = TopK<largest = 0>(d, three)", {"v"}),
+    "of distances by one product": (
+        """z = Mul(h, h)  n = ReduceSum(z, last)  c = Concat<axis = 1>(h, n)  m = MatMul(c, f)  b = Clip(m, zero)
+        d = Sqrt(b)  v, y = TopK<largest = 0>(d, three)""",
+        {"b", "d", "v"},
+    ),
+    "of distances of which some are taken off": ("d = Sub(r, k)  v, y = TopK<largest = 0>(d, three)", set()),
+    "of distances, whose places nobody reads": ("v, i = TopK<largest = 0>(s, three)  y = Cast<to = 7>(v)", set()),
+}
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "again"])
+@pytest.mark.parametrize("name", DISTANCES)
+def test_the_order_of_what_is_fp32_anyway(name: str, again: bool) -> None:
+    """Distances from a row of a table were cast to 16 bit before the nearest were chosen: others were."""
+    text, expected = DISTANCES[name]
+    numbers = "int64[1] three = {3}, int64[1] last = {-1}, float zero = {0}"
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["" : 21]> m (float[4,8] x) => (int64[4,3] y) <{numbers}> {{
+        h = MatMul(x, w)  u = Unsqueeze(h, last)  a = Transpose<perm = [0, 2, 1]>(u)  e = Sub(a, t)  q = Mul(e, e)
+        s = ReduceSum<keepdims = 0>(q, last)  r = MatMul(x, g)  k = Relu(s)  {text} }}"""
+    )
+    rng = np.random.default_rng(0)
+    for key, shape in {"w": (8, 6), "t": (1, 2000, 6), "g": (8, 2000), "f": (7, 2000)}.items():
+        held = rng.normal(size=shape).astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(held, key))
+    done = amp.convert(model)
+    found = amp.convert(done.to_onnx()) if again else done
+    kept = {op.outputs[0].name for op in found.operators if op.outputs[0] and op.why and op.why.kind is Kind.ORDER}
+    assert kept == expected
+    x = rng.normal(size=(4, 8)).astype(np.float32)
+    (wanted,), (got,) = session(model).run(None, {"x": x}), run_faithful(found, {"x": x})
+    if name == "of distances":
+        distances = _distances(model, x)
+        worst = [np.take_along_axis(distances, np.asarray(i), 1).max(1) for i in (wanted, got)]
+        np.testing.assert_allclose(worst[1], worst[0], rtol=2e-3)
+
+
+def _distances(model: onnx.ModelProto, x: np.ndarray) -> np.ndarray:
+    """From each row of the table, in float64."""
+    held = {each.name: onnx.numpy_helper.to_array(each).astype(np.float64) for each in model.graph.initializer}
+    return np.square((x @ held["w"])[:, None] - held["t"]).sum(-1)

@@ -21,7 +21,7 @@ from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.fed import Fed
 from amp_transpiler.passes.numerics.fed_angles import keep_angles, keep_fed_logarithms
 from amp_transpiler.passes.numerics.fed_differences import keep_fed_differences, keep_fed_scores
-from amp_transpiler.passes.numerics.fed_orders import keep_fed_orders
+from amp_transpiler.passes.numerics.fed_orders import keep_fed_orders, keep_orders
 from amp_transpiler.passes.numerics.integer_valued import keep_integer_valued
 from amp_transpiler.passes.numerics.near_one import keep_near_one
 from amp_transpiler.passes.numerics.overflow_rules import apply_overflow_rules
@@ -61,6 +61,7 @@ def known_constraints(
     keep_equalities(flow, dtype, constraints)
     keep_quantised(program, constraints)
     apply_overflow_rules(program, dtype, ranges, constraints, flow)
+    keep_orders(flow, constraints)
     return constraints
 
 
