@@ -223,6 +223,27 @@ def test_what_is_moved_between_pairs_is_written_at_an_opset_that_loads(save: str
     session(onnx.load(out))
 
 
+def test_a_trained_model_is_written_where_no_such_opset_has_all_of_it(tmp_path: Path) -> None:
+    """Scales of blocks are of opset 21: what was trained is not lost, and it is told where it does not load."""
+    text = """<ir_version: 10, opset_import: ["" : 21]> net (float[2, 4] x) => (float[2, 4] y)
+        <float s = {0.03}, int8 z = {0}, float[4, 2] t = {0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1}> {
+        a = MatMul(x, w)  q = QuantizeLinear(a, s, z)  d = DequantizeLinear(q, s, z)  h = Transpose(d)
+        r = QuantizeLinear(h, s, z)  e = DequantizeLinear(r, s, z)  k = Transpose(e)
+        c = DequantizeLinear<axis = 1, block_size = 2>(b, t)  y = MatMul(k, c) }"""
+    model = onnx.parser.parse_model(text)
+    weight = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+    for name, held in (("w", weight), ("b", np.eye(4, dtype=np.int8))):
+        model.graph.initializer.append(numpy_helper.from_array(held, name))
+    data = {"x": np.random.default_rng(1).normal(size=(8, 4)).astype(np.float32), "label": np.arange(8) % 4}
+    out = tmp_path / "out.onnx"
+    with pytest.warns(UserWarning, match="written at opset 21, at which .* 'block_size'"):
+        amp.fit(model, out, data=data, batch_size=2, epochs=1, save="fp32", say=lambda _: None)
+    written = onnx.load(out)
+    assert written.opset_import[0].version == 21
+    (trained,) = (numpy_helper.to_array(each) for each in written.graph.initializer if each.name == "w")
+    assert not np.array_equal(trained, weight)
+
+
 def test_weights_that_are_stored_as_integers_are_named_where_nothing_trains() -> None:
     said = r"'p', 'b': stored as integers, not trained; .* a QuantizeLinear reads it: export the model so"
     with pytest.raises(ArgumentError, match=rf"no parameter of program 'net' is left to train .*{said}"):

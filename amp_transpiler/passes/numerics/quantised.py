@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.reasons import Kind, Reason
+from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.lists import TARGET_OPSET
 from amp_transpiler.ops.fake_quantize import quantizer
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.view.names import written_name
+from amp_transpiler.warn import warn_user
 
 #: From this opset on QuantizeLinear may name the type that it makes.
 _NAMES_ITS_TYPE = 21
@@ -45,9 +48,20 @@ def latest_opset(program: Graph) -> int:
 
 
 def let_load(program: Graph) -> None:
-    """Bring a program that was trained, and so raised, to an opset at which onnxruntime loads it."""
-    if not loads_at(program, program.opset()):
-        convert_opset(program, latest_opset(program))
+    """Bring a program that was trained, and so raised, to an opset at which onnxruntime loads it.
+
+    An AmpWarning where an operator has no form there: the program stays as it is.
+    """
+    if loads_at(program, program.opset()):
+        return
+    try:
+        with unchanged_on_error(program):
+            convert_opset(program, latest_opset(program))
+    except GraphError as error:
+        warn_user(
+            f"program '{program.name}' is written at opset {program.opset()}, at which onnxruntime does not load it on "
+            f"x86 processors, since it moves int8 that a DequantizeLinear brought back: {error}"
+        )
 
 
 def _readers(variable: Variable | None) -> Sequence[tuple[Operator, int | str]]:
