@@ -58,7 +58,8 @@ class Step:
     """A compiled program. ``run`` is one run; results come in the order of ``lowered.fetches``.
 
     A session runs in several threads at once; what is bound for a run does not. So each run takes a set of bindings
-    that nobody uses, and leaves it to the next; there are as many as runs that went on at the same time.
+    that nobody uses, and leaves it to the next; there are as many as runs that went on at the same time, of this step
+    or of one for other sizes.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Step:
         self.scalars, self.decided = lowered.scalars, tuple(lowered.decided[:1])
         #: What other ranks update, and send here.
         self.sent: Sent | None = None
-        self.sizes: Mapping[str, np.ndarray] = {}  # inputs of a session that serves several sizes
+        self.sizes: Mapping[str, Any] = {}  # what inputs of a session hold that serves several sizes
         self.updates: list[Update] = []
         self.copies: list[tuple[str, str]] = []  # states that take the value of another state's update, and its tensor
         by_tensor: set[str] = set()
@@ -98,12 +99,16 @@ class Step:
             update.refusal = refusal
 
     def resized(self, lowered: Lowered, sizes: Mapping[str, np.ndarray]) -> Step:
-        """The step for what was lowered for other sizes, with the same session; ``sizes`` are fed to it besides."""
+        """The step for what was lowered for other sizes, with the same session; ``sizes`` are fed to it besides.
+
+        Both use the same bindings, so that a step for one more size takes little memory.
+        """
         ports = {port.tensor: port for port in reversed(lowered.updates)}  # the first of a tensor, as above
         twin = copy(self)
-        twin.feeds, twin.fetches, twin.sizes = lowered.feeds, lowered.fetches, sizes
-        twin.updates = [replace(update, port=ports[update.port.tensor]) for update in self.updates]
-        twin.idle = []
+        twin.feeds, twin.fetches = lowered.feeds, lowered.fetches
+        twin.sizes = {name: device_tensors.from_array(array, self.place) for name, array in sizes.items()}
+        if any(update.port != ports[update.port.tensor] for update in self.updates):
+            twin.updates = [replace(update, port=ports[update.port.tensor]) for update in self.updates]
         return twin
 
     def run(self, scope: Scope, feeds: Mapping[str, Any], return_numpy: bool) -> list[Any]:
@@ -118,6 +123,7 @@ class Step:
             except IndexError:
                 bindings = _Bindings(self)
             try:
+                bindings.serve(self)
                 return bindings.run(scope, feeds, return_numpy)
             finally:
                 self.idle.append(bindings)
@@ -141,13 +147,26 @@ class Bound:
         # Before the session, so that it dies first: what it holds on a device is the session's to free.
         self.binding = step.session.io_binding()
         # Not the step itself: a circle would keep a session that was dropped until the collector comes.
-        self.session, self.place, self.program, self.feeds = step.session, step.place, step.program, step.feeds
+        self.session, self.place, self.program = step.session, step.place, step.program
         self.states = States(step.states, step.place, step.program, step.startup)
         by_name = {state.name: state for state in (*self.states.flat, *self.states.all)}
         self.targets = [_Target(update, by_name.get(update.port.variable)) for update in step.updates]
-        by_tensor = {target.port.tensor: target for target in self.targets}
-        self.copies = [(name, by_tensor[tensor]) for name, tensor in step.copies]
-        self.fetches = [(port, by_tensor.get(port.tensor)) for port in step.fetches]
+        self.of_tensor = {target.port.tensor: target for target in self.targets}
+        self.copies = [(name, self.of_tensor[tensor]) for name, tensor in step.copies]
+        self.sizes: Mapping[str, Any] | None = None
+        self.serve(step)
+
+    def serve(self, step: Step) -> None:
+        """Take from one of the steps that share a session what is its own."""
+        if step.sizes is self.sizes:
+            return
+        self.feeds = step.feeds
+        self.fetches = [(port, self.of_tensor.get(port.tensor)) for port in step.fetches]
+        for target, update in zip(self.targets, step.updates, strict=True):
+            target.port = update.port
+        for name, value in step.sizes.items():
+            self.binding.bind_ortvalue_input(name, value)
+        self.sizes = step.sizes
 
     def buffer(self, target: _Target) -> Any:
         """A buffer for the new value; None where its shape is known only after the run."""
@@ -165,7 +184,7 @@ class _Bindings(Bound):
         self.memory, self.on_device = place_traits(step.place.kind).memory, on_device(step.place)
         self.sent, self.decided = step.sent, step.decided
         self.order: dict[str, int] = {}  # outputs as bound first, which is the order onnxruntime gives them in
-        for name, array in (scalar_values(step.scalars, step.place) | dict(step.sizes)).items():
+        for name, array in scalar_values(step.scalars, step.place).items():
             self.binding.bind_ortvalue_input(name, device_tensors.from_array(array, self.place))
 
     def run(self, scope: Scope, feeds: Mapping[str, Any], return_numpy: bool) -> list[Any]:

@@ -37,6 +37,7 @@ from amp_transpiler.runtime.plan import (
     Session,
     Tables,
     check_home,
+    drop_oldest,
     fed_together,
     fetch_names,
     given_program,
@@ -67,10 +68,11 @@ class MemoryReport:
 class Executor(OfOneProcess):
     """Runs programs on ``place``, a place or its kind ("cuda"); ``CPUPlace()`` by default.
 
-    Sessions are compiled once per program, feed shapes and fetches, the last ``max_sessions`` of them per program and
+    Programs are compiled once per feed shapes and fetches, into the last ``max_sessions`` sessions per program and
     fetches (a warning says so when one is dropped); a program that changes is compiled anew, and one that is dropped
     is forgotten. On CPU one session serves every shape where a program neither updates state nor holds operators of
-    this package, and of other programs a second one serves most shapes after the first: those are lowered alone.
+    this package, and of other programs a second one serves most shapes after the first: those are lowered alone, and
+    128 times ``max_sessions`` shapes are kept.
     ``optimization_level`` is onnxruntime's: "all", "extended", "basic" or "disable"; from "extended" on it may
     rearrange fp32 arithmetic between two roundings. ``threads`` within one operator (default: onnxruntime's
     choice). ``tf32`` lets CUDA round the operands of fp32 matrix products to 10 bits; 16-bit convolutions take tensor
@@ -303,12 +305,10 @@ class Executor(OfOneProcess):
                     plan.sessions.pop(served, None)
         plan.seconds += time.monotonic() - start
         with self._tables.lock:
-            drops = len(plan.sessions) > self.max_sessions
-            if drops:
-                plan.sessions.popitem(last=False)
-                drops, plan.dropped = not plan.dropped, True
-        if drops:
-            warn_user(thrashes(program, plan, self.max_sessions, shapes))
+            count = drop_oldest(plan, self.max_sessions)
+            told, plan.dropped = plan.dropped, plan.dropped or count > 0
+        if count and not told:
+            warn_user(thrashes(program, plan, self.max_sessions, shapes, count))
 
     def _compile(
         self, program: Program, plan: Plan, shapes: dict[str, tuple[int, ...]], largest: dict[str, tuple[int, ...]]

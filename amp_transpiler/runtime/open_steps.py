@@ -24,8 +24,8 @@ from amp_transpiler.passes.lowering.parts import WHOLE
 from amp_transpiler.passes.lowering.size_check import Inferred, SizeCheck, watched
 from amp_transpiler.runtime.binding import Step
 
-#: Bytes of a model with its constants up to which it is kept for those that are like it.
-LARGEST = 64 << 20
+#: Bytes of a model with its constants up to which it is kept for those that are like it, and how many are.
+LARGEST, KEPT = 64 << 20, 32
 
 #: Makes a step of a model, with the ports of a lowered one, and gives the graph that it really runs (None: unknown).
 Make = Callable[[onnx.ModelProto, Lowered], tuple[Step, onnx.GraphProto | None]]
@@ -110,7 +110,7 @@ class OpenSteps:
         step, graph = make(lowered.model, lowered)
         if found is None and graph is not None and _is_small(lowered.model) and not has_exchanges(lowered.model):
             with self.lock:
-                self.known.append(_Alike(lowered, graph))
+                self.known = [*self.known[1 - KEPT :], _Alike(lowered, graph)]
         return step
 
 

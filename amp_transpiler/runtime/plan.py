@@ -30,6 +30,9 @@ from amp_transpiler.runtime.report import ReportRequest
 from amp_transpiler.runtime.scope import Scope
 from amp_transpiler.warn import warn_user
 
+#: Shapes that are kept for each session that an executor keeps: those that share a session hold a few kilobytes each.
+SHAPES = 128
+
 
 @dataclass(eq=False)
 class Session:
@@ -62,7 +65,7 @@ class Plan:
     writes: bool
     shaped: bool
     open: OpenSteps | None
-    sessions: OrderedDict[Shapes, Session] = field(default_factory=OrderedDict)
+    sessions: OrderedDict[Shapes, Session] = field(default_factory=OrderedDict)  # that used last stands last
     fed: Shapes | None = None
     last: Step | PlainStep | None = None
     seconds: float = 0.0  # that making sessions took
@@ -214,12 +217,28 @@ def fed_together(shapes: Shapes) -> str:
     return f". Fed were {listed}: sizes that belong together, such as that of the batch, must be equal"
 
 
-def thrashes(program: Program, plan: Plan, limit: int, shapes: Shapes) -> str:
-    """What to say when a session is dropped for a new one."""
+def drop_oldest(plan: Plan, limit: int) -> int:
+    """Let go what was used longest ago: sessions beyond ``limit``, and shapes beyond :data:`SHAPES` for each of them.
+
+    Returns how many shapes there were where any went, else 0.
+    """
+    count = len(plan.sessions)
+    used = dict.fromkeys(id(each.step.session) for each in reversed(plan.sessions.values()) if each.step is not None)
+    kept = {*list(used)[:limit]}
+    for shapes, each in list(plan.sessions.items()):
+        if each.step is not None and id(each.step.session) not in kept:
+            del plan.sessions[shapes]
+    while len(plan.sessions) > SHAPES * limit:
+        plan.sessions.popitem(last=False)
+    return count if len(plan.sessions) < count else 0
+
+
+def thrashes(program: Program, plan: Plan, limit: int, shapes: Shapes, count: int) -> str:
+    """What to say when some of ``count`` shapes that it was fed are dropped."""
     listed = ", ".join(f"'{name}' {list(shape)}" for name, shape in shapes)
     return (
-        f"program '{program.name}' has been fed {limit + 1} different shapes, the last {listed}. Each is compiled, in "
-        f"{plan.seconds / (limit + 1):.2g} s on average, and the executor keeps {limit}; a shape that comes back after "
-        "more than that is compiled again. Pad the feeds to a few lengths and batch sizes, or let the executor keep "
-        f"more (memory for each): Executor(place, max_sessions={4 * limit})"
+        f"program '{program.name}' has been fed {count} different shapes, the last {listed}. Each is compiled, in "
+        f"{plan.seconds / count:.2g} s on average, and the executor keeps {limit} sessions; a shape that comes back "
+        "after its session went is compiled again. Pad the feeds to a few lengths and batch sizes, or let the executor "
+        f"keep more (memory for each): Executor(place, max_sessions={4 * limit})"
     )

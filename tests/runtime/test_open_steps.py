@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import OrderedDict
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ import amp_transpiler as amp
 from amp_transpiler.errors import ExecutionError
 from amp_transpiler.nn import functional as F
 from amp_transpiler.runtime import executor, open_steps
+from amp_transpiler.runtime.plan import SHAPES, drop_oldest
 from tests.tools.sizes_run import attention
 
 
@@ -41,10 +45,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def trained(mode: str, shapes: list[tuple[int, int]]) -> tuple[list[bytes], dict[str, bytes], Any]:
+def trained(
+    mode: str, shapes: list[tuple[int, int]], max_sessions: int = 32
+) -> tuple[list[bytes], dict[str, bytes], Any]:
     """The losses, the state after the last step, and what was kept in place."""
     main, startup, loss, optimizer = built(mode)
-    exe, scope = amp.Executor(threads=1), amp.Scope()
+    exe, scope = amp.Executor(threads=1, max_sessions=max_sessions), amp.Scope()
     exe.run(startup, scope=scope)
     if mode != "fp32":
         optimizer.amp_init(exe.place, scope)
@@ -71,6 +77,36 @@ def test_what_was_equal_before_is_opened_when_it_differs(made: list[str]) -> Non
     """Lengths, then batches, then both: three sessions, whatever follows."""
     trained("mixed", [(4, 9), (4, 12), (4, 14), (5, 12), (3, 13), (6, 10), (5, 9)])
     assert made.count("net") == 3
+
+
+@pytest.mark.parametrize("mode", ["fp32", "pure"])
+def test_shapes_that_share_a_session_are_compiled_once(
+    mode: str, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many: what is limited is the number of sessions. They give the bits that sessions of their own give."""
+    lowered: list[Any] = []
+    plain = executor.lower
+    monkeypatch.setattr(executor, "lower", lambda *a, **k: lowered.append(a[2]) or plain(*a, **k))
+    shapes = [(4, length) for length in range(9, 15)] * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = trained(mode, shapes, max_sessions=2)
+    assert made.count("net") == 2 and sum("ids" in each for each in lowered) == 6
+    monkeypatch.setattr(open_steps, "WHOLE", 0)
+    own = trained(mode, shapes)
+    assert made.count("net") == 2 + 6 and found[:2] == own[:2]
+
+
+def test_what_was_used_longest_ago_goes_first() -> None:
+    """Sessions with all their shapes, then shapes of sessions that stay."""
+    kept = [SimpleNamespace(session=number) for number in range(3)]
+    plan: Any = SimpleNamespace(sessions=OrderedDict())
+    for shapes, step in [("a", 0), ("b", 1), ("c", 0), ("d", 2), ("e", 1), ("being made", None)]:
+        plan.sessions[shapes] = SimpleNamespace(step=None if step is None else kept[step])
+    assert drop_oldest(plan, 3) == 0
+    assert drop_oldest(plan, 2) == 6 and [*plan.sessions] == ["b", "d", "e", "being made"]
+    plan.sessions |= {number: SimpleNamespace(step=kept[1]) for number in range(2 * SHAPES - 2)}
+    assert drop_oldest(plan, 2) == 2 * SHAPES + 2 and [*plan.sessions][:3] == ["e", "being made", 0]
 
 
 def test_a_test_program_has_its_own(made: list[str]) -> None:

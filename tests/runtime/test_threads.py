@@ -331,7 +331,7 @@ def test_a_cache_that_thrashes_says_so_once() -> None:
         exe.run(net.main, ones(batch), scope=scope)
     message = (
         r"program 'counting' has been fed 3 different shapes, the last 'x' \[8, 4\]\. Each is compiled, in "
-        r"[\d.e-]+ s on average, and the executor keeps 2; .*Pad the feeds .*max_sessions=8"
+        r"[\d.e-]+ s on average, and the executor keeps 2 sessions; .*Pad the feeds .*max_sessions=8"
     )
     with pytest.warns(UserWarning, match=message) as found:
         exe.run(net.main, ones(8), scope=scope)
