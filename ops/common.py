@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-import onnx
 
 from amp_transpiler.errors import GradientError
 from amp_transpiler.ir.emitter import Emitter, Value
@@ -46,7 +45,11 @@ def summed_to(e: Emitter, value: Value, shape: Sequence[int], source: Sequence[i
             ones = e.const(np.ones((1, rows)), base.dtype)
             alpha = None if factor == 1 else factor
             return e.reshape(e.Gemm(ones, e.reshape(base, (rows, width)), alpha=alpha, shape=(1, width)), shape)
-    return e.sum_to(value, shape, source)
+    if tuple(shape) == tuple(source):
+        return value
+    lead = len(source) - len(shape)
+    axes = [i for i in range(len(source)) if i < lead or (shape[i - lead] == 1 and source[i] != 1)]
+    return e.reshape(e.op("ReduceSum", value, e.ints(*axes), keepdims=1) if axes else value, shape)
 
 
 def shape_of(e: Emitter, index: int) -> tuple[int, ...]:
@@ -133,7 +136,7 @@ def multiple(e: Emitter, value: Value) -> tuple[Value, float]:
 
 def number_of(e: Emitter, constant: Value) -> float:
     """The number that a scalar constant is."""
-    return float(onnx.numpy_helper.to_array(e.initializers[constant.name]))
+    return float(e.content(constant))
 
 
 def _multiple(value: Value) -> str:

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import onnx
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ops.common import padded, scaled_by, size_of
@@ -260,7 +259,7 @@ def reduced_axes(e: Emitter, attrs: Mapping[str, Any], inputs: Sequence[Value | 
     x, given = (*inputs, None)[:2]
     if x is None or x.shape is None or (given is not None and given.name not in e.initializers):
         return None
-    named = [] if given is None else onnx.numpy_helper.to_array(e.initializers[given.name]).tolist()
+    named = [] if given is None else e.content(given).tolist()
     whole = [] if attrs.get("noop_with_empty_axes") else [*range(len(x.shape))]
     return sorted(axis % len(x.shape) for axis in named) or whole
 
@@ -300,7 +299,7 @@ def _cumulative(e: Emitter, op: Summed, x: Value, at: Value) -> Value | None:
     shape = op.shape
     if at.name not in e.initializers or not math.prod(shape):
         return None
-    axis = int(onnx.numpy_helper.to_array(e.initializers[at.name]).item()) % len(shape)
+    axis = int(e.content(at).item()) % len(shape)
     turned = [axis, *(i for i in range(len(shape)) if i != axis)]
     count, last = shape[axis], int(bool(op.attrs.get("exclusive")))
     rows = e.reshape(e.transpose(x, turned), (count, math.prod(shape) // count))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, overload
 
@@ -23,7 +23,7 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.operator_call import OperatorCall
 from amp_transpiler.ir.result_shape import result_shape
-from amp_transpiler.ir.signature import signature
+from amp_transpiler.ir.signature import result_type, signature
 from amp_transpiler.ir.types import HALF, ONNX_TYPES, dtype_name, numpy_dtype
 from amp_transpiler.lists import TARGET_OPSET, full_name, place_traits
 
@@ -31,6 +31,8 @@ from amp_transpiler.lists import TARGET_OPSET, full_name, place_traits
 _MANY = 64
 #: Operators whose result has the shape that an input says.
 _SHAPED = frozenset({"Expand", "Reshape"})
+#: Operators that read a single number beside a tensor as they read a tensor full of it.
+_READ_ONE = frozenset({"Add", "Div", "Mul", "Sub", "Where"})
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,10 @@ class Value:
     name: str
     dtype: str
     shape: tuple[int, ...] | None = None
+
+
+def _is_one(value: Value) -> bool:
+    return value.shape is not None and math.prod(value.shape) == 1
 
 
 class Emitter:
@@ -71,6 +77,8 @@ class Emitter:
         self.runtime_scalar: Callable[[str], Value] | None = None
         self._constants: dict[tuple[Any, ...], Value] = {}
         self._widened: dict[str, Value] = {}
+        #: Tensors that were expanded from a single number, and the name and shape of that.
+        self._filled: dict[str, tuple[str, tuple[int, ...] | None]] = {}
         #: On CPU: the 16-bit tensor behind each rounded fp32 tensor.
         self.narrow: dict[str, Value] = {}
         #: Whether 16-bit values are fp32 tensors that are rounded wherever a place with 16-bit arithmetic would store.
@@ -174,8 +182,8 @@ class Emitter:
         """
         traits = traits_of(type_, domain)
         if traits.elementwise and not traits.settings and len(inputs) > 1:
-            inputs = tuple(self._levelled(inputs))
-        kind = dtype or self._result(type_, domain, inputs)
+            inputs = tuple(self._levelled(self._unexpanded(type_, inputs)))
+        kind = dtype or result_type(type_, self.opset, domain, [None if v is None else v.dtype for v in inputs])
         kinds = [kind] * (1 if outputs is None else outputs) if isinstance(kind, str) else kind
         if shape is None:
             shape = result_shape(type_, traits, [v.shape for v in inputs if v is not None])
@@ -188,8 +196,10 @@ class Emitter:
         values = tuple(Value(n, k, None if shape is None else tuple(shape)) for n, k in zip(names, kinds, strict=True))
         if traits.product or (not domain and (traits.elementwise or traits.view or traits.lookup)):
             self.makers[names[0]] = Maker(type_, tuple(inputs), attrs)
-        if shape is not None and math.prod(shape) == 1:
+        if _is_one(values[0]):
             self.scalars |= {v.name: self.tensor_type(v) for v in values}
+        elif type_ == "Expand" and inputs[0] is not None and _is_one(inputs[0]):
+            self._filled[names[0]] = inputs[0].name, inputs[0].shape
         if shape is not None and type_ in _SHAPED:
             self.given[names[0]] = Value(names[0], self.tensor_type(values[0]), values[0].shape)
         if domain or signature(type_, self.opset, domain) is None:
@@ -230,6 +240,14 @@ class Emitter:
         finally:
             self.emulates = before
 
+    def _unexpanded(self, type_: str, inputs: Sequence[Value | None]) -> Sequence[Value | None]:
+        """Single numbers in place of tensors full of them, beside one of their shape."""
+        whole = {v.shape for v in inputs if v is not None and v.name not in self._filled}
+        found = [None if v is None or v.shape not in whole else self._filled.get(v.name) for v in inputs]
+        if type_ not in _READ_ONE or not any(found):
+            return inputs
+        return [replace(v, name=one[0], shape=one[1]) if v and one else v for v, one in zip(inputs, found, strict=True)]
+
     def _levelled(self, inputs: Sequence[Value | None]) -> Sequence[Value | None]:
         """Single numbers in the rank of a tensor of which the last dimension is 1 (a filter of size 1, a column).
 
@@ -239,32 +257,15 @@ class Emitter:
         top = max(shapes, key=len, default=())
         if len(top) < 2 or top[-1] != 1 or max(math.prod(s) for s in shapes) < _MANY:
             return inputs
-        return [self._ranked(v, len(top)) if v is not None and v.shape is not None else v for v in inputs]
+        return [v if v is None else self._ranked(v, len(top)) for v in inputs]
 
     def _ranked(self, value: Value, rank: int) -> Value:
-        assert value.shape is not None
-        if math.prod(value.shape) != 1 or len(value.shape) >= rank:
+        if value.shape is None or not _is_one(value) or len(value.shape) >= rank:
             return value
-        if value.name in self.initializers:
-            array = onnx.numpy_helper.to_array(self.initializers[value.name])
-            return self.const(array.reshape([1] * rank), value.dtype)
         key = f"{value.name} in rank {rank}"
         if key not in self.shared:
             self.shared[key] = (self.reshape(value, [1] * rank),)
         return self.shared[key][0]
-
-    def _result(self, type_: str, domain: str, inputs: Sequence[Value | None]) -> str:
-        """The element type of the first output, as the schema says: one for all, or that of an input."""
-        schema, position = signature(type_, self.opset, domain), 0
-        if schema is not None:
-            made = schema.output(0)
-            if len(schema.admits[made]) == 1:
-                return next(iter(schema.admits[made]))
-            position = schema.inputs.index(made) if made in schema.inputs else len(inputs)
-        found = inputs[position] if position < len(inputs) else None
-        if found is None:
-            raise TypeError(f"cannot tell the element type of {type_}; pass dtype=")
-        return found.dtype
 
     def cast(self, value: Value, dtype: str) -> Value:
         """``value`` as a tensor of this element type; nothing where it is one already."""
@@ -315,6 +316,10 @@ class Emitter:
     def ints(self, *values: int) -> Value:
         """A 1-D int64 constant."""
         return self.const(np.array(values, np.int64))
+
+    def content(self, constant: Value) -> np.ndarray:
+        """What a constant holds."""
+        return onnx.numpy_helper.to_array(self.initializers[constant.name])
 
     def like(self, number: float, value: Value) -> Value:
         """A scalar constant of the element type of ``value``."""
@@ -369,6 +374,8 @@ class Emitter:
         """Reshape to a fixed shape, in which 0 is no size of the value's but 0."""
         if value.shape == tuple(shape):
             return value
+        if value.name in self.initializers and _is_one(value):
+            return self.const(self.content(value).reshape(shape), value.dtype)
         return self.op("Reshape", value, self.ints(*shape), shape=shape, allowzero=1 if 0 in shape else None)
 
     def transpose(self, value: Value, perm: Sequence[int]) -> Value:
@@ -388,13 +395,3 @@ class Emitter:
     def zeros(self, shape: Sequence[int], dtype: str) -> Value:
         """Zeros that cost no memory in the session: a run-time scalar, expanded."""
         return self.op("Expand", self.cast(self.scalar("zero"), dtype), self.ints(*shape), shape=shape)
-
-    def sum_to(self, value: Value, shape: Sequence[int], source: Sequence[int]) -> Value:
-        """Undo broadcasting: sum ``value`` of shape ``source`` to ``shape``, in its type; kernels add up in fp32."""
-        if tuple(shape) == tuple(source):
-            return value
-        lead = len(source) - len(shape)
-        axes = [i for i in range(len(source)) if i < lead or (shape[i - lead] == 1 and source[i] != 1)]
-        if not axes:
-            return self.reshape(value, shape)
-        return self.reshape(self.op("ReduceSum", value, self.ints(*axes), keepdims=1), shape)

@@ -58,6 +58,23 @@ def signature(type_: str, opset: int, domain: str) -> Signature | None:
     )
 
 
+def result_type(type_: str, opset: int, domain: str, dtypes: Sequence[str | None]) -> str:
+    """The element type of an operator's first output, as its schema says: one for all, or that of an input.
+
+    ``dtypes``: those of the inputs. TypeError where it takes more to tell.
+    """
+    schema, position = signature(type_, opset, domain), 0
+    if schema is not None:
+        made = schema.output(0)
+        if len(schema.admits[made]) == 1:
+            return next(iter(schema.admits[made]))
+        position = schema.inputs.index(made) if made in schema.inputs else len(dtypes)
+    found = dtypes[position] if position < len(dtypes) else None
+    if found is None:
+        raise TypeError(f"cannot tell the element type of {type_}; pass dtype=")
+    return found
+
+
 def _elements(type_strs: Sequence[str]) -> frozenset[str]:
     inner = (text[len("tensor(") : -1].upper() for text in type_strs if text.startswith("tensor("))
     return frozenset(NAMES[onnx.TensorProto.DataType.Value(name)] for name in inner)

@@ -12,12 +12,12 @@ from weakref import WeakKeyDictionary
 from amp_transpiler.errors import ArgumentTypeError, GraphError, ScopeError
 from amp_transpiler.ir.accumulation_window import AccumulationWindow
 from amp_transpiler.ir.dealt_rows import held_shapes
-from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Variable, other_program
 from amp_transpiler.ir.opdef import lowering_rule_of
 from amp_transpiler.lists import place_traits
 from amp_transpiler.ops.training.exchange import meets
 from amp_transpiler.passes.lowering.place import Place
+from amp_transpiler.passes.view.feed_shapes import has_open_feeds
 from amp_transpiler.program import Program, default_main_program
 from amp_transpiler.runtime.binding import PlainStep, Step
 from amp_transpiler.runtime.collective.current import several
@@ -119,12 +119,7 @@ def make_plan(program: Program, names: tuple[str, ...], spread: bool, place: Pla
         or held_shapes(program)
         or any(map(lowering_rule_of, program.walk()))
     )
-    opens = (
-        shaped
-        and place_traits(place.kind).host
-        and not written
-        and any(static(v.shape) is None for v in program.inputs)
-    )
+    opens = shaped and place_traits(place.kind).host and not written and has_open_feeds(program)
     return Plan(
         spread=spread,
         feeds=Feeds(program, targets),

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import onnx
 
 from amp_transpiler.ir.emitter import Emitter, Maker, Value
 from amp_transpiler.ir.flat import Rows
@@ -94,7 +93,7 @@ def _constant(e: Emitter, rows: Rows, values: Sequence[Value], between: float) -
     """The same of constants, of which one number stands for a whole row."""
     whole = np.full(rows.shape, between)
     for value, offset, shape in zip(values, rows.offsets, rows.shapes, strict=True):
-        whole[0, offset : offset + math.prod(shape)] = onnx.numpy_helper.to_array(e.initializers[value.name]).ravel()
+        whole[0, offset : offset + math.prod(shape)] = e.content(value).ravel()
     return e.const(whole, values[0].dtype)
 
 

@@ -97,6 +97,34 @@ def test_shapes_that_share_a_session_are_compiled_once(
     assert made.count("net") == 2 + 6 and found[:2] == own[:2]
 
 
+@pytest.mark.parametrize("mode", ["fp32", "mixed", "pure"])
+@pytest.mark.parametrize("loss_of", [F.mse_loss, F.l1_loss, lambda x, y: -F.mean(F.log_softmax(x) * y)])
+def test_a_mean_over_what_is_fed_is_no_constant(loss_of: Any, mode: str, made: list[str]) -> None:
+    """onnxruntime fuses constants into products, as 1/N of a loss, in models of one size alone."""
+
+    def losses(most: int) -> list[bytes]:
+        main, startup = amp.Program("net"), amp.Program("startup")
+        main.random_seed = startup.random_seed = 5
+        with amp.program_guard(main, startup), amp.unique_name.guard():
+            hidden = amp.nn.fc(amp.data("x", [None, 8], "float32"), 16, act="relu")
+            loss = loss_of(amp.nn.fc(hidden, 4), amp.data("y", [None, 4], "float32"))
+            optimizer: Any = amp.optimizer.Adam(0.01, multi_precision=mode == "pure")
+            if mode != "fp32":
+                optimizer = amp.decorate(optimizer, use_pure_fp16=mode == "pure", use_fp16_guard=False)
+            optimizer.minimize(loss, startup)
+        exe, scope = amp.Executor(threads=1), amp.Scope()
+        exe.run(startup, scope=scope)
+        if mode != "fp32":
+            optimizer.amp_init(exe.place, scope)
+        rng = np.random.default_rng(0)
+        rows = [rng.standard_normal((batch, 12)).astype(np.float32) for batch in (4, 5, 7, 4, 6)[:most]]
+        return [exe.run(main, {"x": r[:, :8], "y": r[:, 8:]}, [loss], scope)[0].tobytes() for r in rows]
+
+    found = losses(5)
+    assert made.count("net") == 2
+    assert len(set(found)) == 5 and losses(1) == found[:1]
+
+
 def test_what_was_used_longest_ago_goes_first() -> None:
     """Sessions with all their shapes, then shapes of sessions that stay."""
     kept = [SimpleNamespace(session=number) for number in range(3)]

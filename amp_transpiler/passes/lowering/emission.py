@@ -63,6 +63,7 @@ from amp_transpiler.passes.lowering.scatters import emit_scatter
 from amp_transpiler.passes.lowering.table_lookups import emit_lookup, looks_up_dealt
 from amp_transpiler.passes.lowering.tensor_types import foreign_types, unpooled_types
 from amp_transpiler.passes.lowering.wanted import Wanted
+from amp_transpiler.passes.view.feed_shapes import has_open_feeds
 
 _RUNTIME = {"seed": SEED, "step": STEP}
 _Sizes = Mapping[str, tuple[int, ...]]
@@ -103,6 +104,7 @@ class _Emission(EmulatedStorage):
         self.e.reserve(v.name for v in program.variables)
         self.e.runtime_scalar, self.e.known_values = self._runtime_scalar, self._known
         self.e.ranked = any(map(meets, program.operators))
+        self.opens = self.e.at.host and has_open_feeds(program)
         self.inputs: list[onnx.ValueInfoProto] = []
         self.result = Lowered(onnx.ModelProto(), place, given=self.e.given)
         self.layout = flat_layout(self.order, self.updates, self.shapes, place, self.left, wanted.cores)
@@ -161,7 +163,10 @@ class _Emission(EmulatedStorage):
         if variable.is_constant:
             if self.declared and self.cpu and variable.dtype in HALF and variable in self.fetches:
                 self.named[variable] = self.e.name(f"{variable.name}@HELD")  # the output has the name
-            self.env[variable.key] = self.constant(variable)
+            value = self.constant(variable)
+            if variable.grad_of is not None and self.opens:  # what hangs on sizes would be fused where they are known
+                value = self.e.Add(value, self.e.cast(self.e.scalar("zero"), value.dtype))
+            self.env[variable.key] = value
             return
         if not variable.is_input and not variable.persistable:
             raise GraphError(

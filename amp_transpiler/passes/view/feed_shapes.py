@@ -71,3 +71,8 @@ def checked_shapes(call: str, program: Graph, given: Mapping[str, Sequence[int]]
             )
         shapes[name] = tuple(map(int, sizes))
     return shapes
+
+
+def has_open_feeds(program: Graph) -> bool:
+    """Whether the sizes of a feed are known in the run alone."""
+    return any(static(variable.shape) is None for variable in program.inputs)
