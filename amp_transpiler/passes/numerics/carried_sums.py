@@ -14,7 +14,6 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.passes.view.constants import is_constant
 from amp_transpiler.passes.view.flow import Flow
-from amp_transpiler.passes.view.names import source
 
 _SUMS = frozenset({"Add", "Sub", "Sum"})
 _SCALES = frozenset({"Mul", "Div"})
@@ -49,7 +48,7 @@ def _between(flow: Flow, start: Variable, end: Variable) -> list[Operator]:
     before: dict[Variable, list[tuple[Operator | None, Variable]]] = {start: []}
     pending = [start]
     for variable in pending:
-        onward: list[tuple[Operator | None, Variable]] = [(None, made) for made in _elsewhere(flow, variable)]
+        onward: list[tuple[Operator | None, Variable]] = [(None, made) for made in flow.beyond(variable)]
         for op, slot in flow.uses.get(variable, ()) if variable is not end else ():
             if _carries(op, slot, flow):
                 onward += [(op, made) for made in op.outputs if made is not None]
@@ -84,12 +83,7 @@ def _feeds_itself(flow: Flow, start: Variable, between: list[Operator]) -> bool:
     made, pending = {start}, [start]
     for variable in pending:
         read = [v for op, _ in flow.uses.get(variable, ()) for v in op.outputs if v is not None]
-        new = [v for v in (*read, *_elsewhere(flow, variable)) if v not in made]
+        new = [v for v in (*read, *flow.beyond(variable)) if v not in made]
         made.update(new)
         pending += new
     return any(v in made and v not in path for op in between for v in flow.inputs[op])
-
-
-def _elsewhere(flow: Flow, variable: Variable) -> list[Variable]:
-    """What the tensor becomes inside of nested graphs, and outside."""
-    return [source(v) for edges in (flow.results, flow.entries) for v in edges.get(variable, ())]

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
-from amp_transpiler.ir.types import FLOATS, LIMITS
+from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.passes.numerics.constraints import Constraints
-from amp_transpiler.passes.numerics.masks import HIGH, LOW, Masks, flipped, through
+from amp_transpiler.passes.numerics.masks import HIGH, LOW, Masks, flipped
 from amp_transpiler.passes.view.constants import is_constant
 from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import label
@@ -47,21 +47,14 @@ class OverflowPropagation:
     ``fits`` says whether a tensor is proved to lie within the format.
     """
 
-    def __init__(
-        self,
-        flow: Flow,
-        dtype: str,
-        constraints: Constraints,
-        masks: Masks,
-        fits: Callable[[Variable], bool],
-    ) -> None:
-        self.flow, self.dtype, self.constraints, self.masks, self.fits = flow, dtype, constraints, masks, fits
-        self.limit = LIMITS[dtype].largest
+    def __init__(self, masks: Masks, constraints: Constraints, fits: Callable[[Variable], bool]) -> None:
+        self.flow, self.dtype, self.limit = masks.flow, masks.dtype, masks.limit
+        self.constraints, self.masks, self.fits = constraints, masks, fits
         #: What is known of a tensor, as bits, and where that comes from.
         self.state: dict[Variable, int] = {}
         self.cause: dict[Variable, Cause] = {}
         self._words: dict[Cause, Reason] = {}
-        self.divides = _before_division(flow)
+        self.divides = _before_division(self.flow)
 
     def sweep(self, seed: Callable[[Operator, str], tuple[int, Reason] | None]) -> None:
         """Go over the program; ``seed`` says what an operator makes of ordinary operands, and why it is kept."""
@@ -145,7 +138,7 @@ class OverflowPropagation:
         """Masked places of the result."""
         bits = 0
         for slot, each in enumerate(known):
-            sign = through(op, slot, self.flow, self.masks.binary) if each & (LOW | HIGH) else None
+            sign = self.masks.through(op, slot) if each & (LOW | HIGH) else None
             if sign is not None:
                 bits |= flipped(each & (LOW | HIGH), sign)
         return bits

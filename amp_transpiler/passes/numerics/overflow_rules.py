@@ -27,7 +27,7 @@ from amp_transpiler.ir.metadata import NORM
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import combined, moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
-from amp_transpiler.ir.types import LIMITS, SHORT
+from amp_transpiler.ir.types import SHORT
 from amp_transpiler.passes.numerics.carried_sums import carried_sums
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.masks import HIGH, LOW, Masks, less_its_top
@@ -42,7 +42,6 @@ from amp_transpiler.passes.numerics.overflow_propagation import (
 from amp_transpiler.passes.numerics.saturation import saturated
 from amp_transpiler.passes.numerics.weight_norms import LARGE, may_be_large, summed_axes, weight_norm
 from amp_transpiler.passes.view import constants
-from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import label, written_name
 
 #: A sum of so many terms is no more than as many Adds, which nobody keeps fp32.
@@ -65,21 +64,14 @@ class Bounds(Protocol):
         """Whether every element is proved to lie in ``[-limit, limit]``."""
 
 
-def apply_overflow_rules(
-    program: Graph,
-    dtype: str,
-    ranges: Bounds,
-    constraints: Constraints,
-    flow: Flow | None = None,
-) -> None:
-    """Add to ``constraints`` what patterns and intervals rule out in ``dtype`` ("float16" or "bfloat16").
+def apply_overflow_rules(program: Graph, masks: Masks, ranges: Bounds, constraints: Constraints) -> None:
+    """Add to ``constraints`` what patterns and intervals rule out in a 16-bit type.
 
     Operators of the custom white list are the caller's business. The program is not changed, and what an earlier
-    conversion did to it makes no difference. Linear in its size. ``flow``: the program's, where there is one.
+    conversion did to it makes no difference. Linear in its size. ``masks`` (which say the type): the program's.
     """
-    flow, limit = flow or Flow(program), LIMITS[dtype].largest
-    masks = Masks(flow, limit)
-    propagation = OverflowPropagation(flow, dtype, constraints, masks, lambda v: ranges.within(v, limit))
+    flow, limit = masks.flow, masks.limit
+    propagation = OverflowPropagation(masks, constraints, lambda v: ranges.within(v, limit))
     held = [variable for variable in flow.uses if constants.may_hold(variable)]
     far = any(_reaches(variable, limit, constraints.magnitudes) for variable in held)
     for variable, bit in masks.found.items() if far else ():

@@ -74,6 +74,10 @@ class Flow:
             self._numbers[variable] = self._read(variable)
         return self._numbers[variable]
 
+    def beyond(self, variable: Variable) -> list[Variable]:
+        """What the tensor becomes outside of a nested graph, and inside of others."""
+        return [*self.results.get(variable, ()), *self.entries.get(variable, ())]
+
     def integers(self, variable: Variable | None) -> list[int] | None:
         """The content of a constant of a few integers; None for anything else."""
         data = None if variable is None else constants.constant_content(source(variable))
