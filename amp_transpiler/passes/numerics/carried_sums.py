@@ -82,7 +82,7 @@ def _feeds_itself(flow: Flow, start: Variable, between: list[Operator]) -> bool:
     path = {start, *(v for op in between for v in op.outputs)}
     made, pending = {start}, [start]
     for variable in pending:
-        read = [v for op, _ in flow.uses.get(variable, ()) for v in op.outputs if v is not None]
+        read = [v for op in flow.readers([variable]) for v in op.outputs if v is not None]
         new = [v for v in (*read, *flow.beyond(variable)) if v not in made]
         made.update(new)
         pending += new

@@ -104,15 +104,14 @@ class _OverflowRules:
         self.kinds: dict[str, bool] = {}
         #: The tensors that are squares of one tensor, and which.
         self.squares: dict[Variable, Variable] = {}
-        for op, name, read in self.flow.steps if self.flow.kinds.keys() & {"Mul", "Pow"} else ():
-            squared = self._squared(op, name, read) if name in ("Mul", "Pow") else None
-            made = None if squared is None else op.output(0)
+        for op, name, read in self.flow.of("Mul", "Pow"):
+            squared, made = self._squared(op, name, read), op.output(0)
             if squared is not None and made is not None:
                 self.squares[made] = squared
         self.summed = self.logged = self.cubed = frozenset[Variable]()
         if self.squares:
             self.summed = self._before(lambda op, name: _sums(op) or (name == "Pow" and self._exponent(op) == 0.5))
-            products = (read for _, name, read in self.flow.steps if name == "Mul" and self._cubes(read))
+            products = (read for _, _, read in self.flow.of("Mul") if self._cubes(read))
             self.cubed = frozenset(v for read in products for v in read if v is not None)
         self.saturated = saturated(self.flow, self.limit)
         if "Log" in self.flow.kinds:
@@ -145,10 +144,8 @@ class _OverflowRules:
     def keep_subtracted_squares(self, constraints: Constraints) -> None:
         """A variance as the mean of squares less the square of the mean: what is left are the digits that both
         share least, so that the mean, back to its sum, stays fp32 as the squares do."""
-        for op, name, read in self.flow.steps if self.squares else ():
-            if name != "Sub" or not constraints.on(op):
-                continue
-            for squared in read:
+        for op, _, read in self.flow.of("Sub") if self.squares else ():
+            for squared in read if constraints.on(op) else ():
                 maker = squared.producer if squared is not None and squared in self.squares else None
                 why = Reason(Kind.SUBTRACTED_SQUARE, label(op))
                 while maker is not None and (moves(maker) or _sums(maker) or maker.full_type in _MEANS):
@@ -165,9 +162,9 @@ class _OverflowRules:
             return
         seen: set[tuple[Variable, bool]] = set()
         found = dict(self.squares)
-        for op, _, read in self.flow.steps:
+        for op, _, read in self.flow.of(having=lambda kind: kind.reduces in ("squares", "norm")):
             made = op.output(0)
-            if traits_of(op).reduces in ("squares", "norm") and made is not None and read[0] is not None:
+            if made is not None and read[0] is not None:
                 found[made] = read[0]
         for made, squared in found.items() if self.float16 else ():
             if made not in self.logged:
