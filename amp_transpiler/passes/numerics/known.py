@@ -61,7 +61,7 @@ def known_constraints(
     keep_running_sums(flow, constraints)
     keep_comparisons(flow, constraints)
     keep_equalities(flow, dtype, constraints)
-    keep_quantised(program, constraints)
+    keep_quantised(flow, constraints)
     apply_overflow_rules(program, masks, ranges, constraints)
     keep_orders(flow, constraints)
     return constraints

@@ -21,7 +21,6 @@ import numpy as np
 
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
-from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import INTEGERS, LIMITS
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.flow import Flow
@@ -94,12 +93,9 @@ class Masks:
         """
         found: dict[Variable, int] = {}
         for variable, bits in self._allowed().items():
-            content = constants.fill(variable.producer)
-            if content is None and bits:
-                content = constants.content(variable)
-            if content is None or not bits:
+            array = constants.values(variable) if bits else None
+            if array is None:
                 continue
-            array = as_array(content)
             array = array[np.isfinite(array)]  # minus infinity is in any format, and any sum of masks
             if array.size and bits & LOW and array.min() <= -self.limit:
                 found[variable] = LOW

@@ -223,19 +223,14 @@ def _cast_down(op: Operator, name: str, dtype: str) -> bool:
 
 def _before_division(flow: Flow) -> frozenset[Variable]:
     """Tensors that a division, a logarithm or a negative power reads, at once or after what statistics do between."""
-    found: set[Variable] = set()
-    for op, name, read in reversed(flow.steps) if flow.kinds.keys() & {"Reciprocal", "Log", "Div", "Pow"} else ():
-        made = op.output(0)
-        ahead = made is not None and made in found
-        for slot, variable in enumerate(read):
-            if variable is None:
-                continue
-            yes = name in ("Reciprocal", "Log") or (name == "Div" and slot == 1)
-            yes |= name == "Pow" and slot == 0 and (flow.number(op.input(1)) or 0) < 0
-            yes |= ahead and (name in _DIVISORS or moves(op, slot) or (slot == 0 and name in ("Clip", "Div", "Pow")))
-            if yes:
-                found.add(variable)
-    return frozenset(found)
+
+    def passes(op: Operator, slot: int) -> bool:
+        name = op.full_type
+        return name in _DIVISORS or moves(op, slot) or (slot == 0 and name in ("Clip", "Div", "Pow"))
+
+    steps = flow.of("Reciprocal", "Log", "Div", "Pow")
+    divide = [step for step in steps if step[1] != "Pow" or (flow.number(step[0].input(1)) or 0) < 0]
+    return flow.before((read[name == "Div"] for _, name, read in divide), passes)
 
 
 def summed_terms(op: Operator, flow: Flow) -> int | None:

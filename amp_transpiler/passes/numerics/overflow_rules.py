@@ -19,8 +19,7 @@ bfloat16 has the range of float32, so that only the squares remain there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Iterable
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import NORM
@@ -39,9 +38,11 @@ from amp_transpiler.passes.numerics.overflow_propagation import (
     OverflowPropagation,
     summed_terms,
 )
+from amp_transpiler.passes.numerics.ranges import Ranges
 from amp_transpiler.passes.numerics.saturation import saturated
 from amp_transpiler.passes.numerics.weight_norms import LARGE, may_be_large, summed_axes, weight_norm
 from amp_transpiler.passes.view import constants
+from amp_transpiler.passes.view.flow import Step
 from amp_transpiler.passes.view.names import label, written_name
 
 #: A sum of so many terms is no more than as many Adds, which nobody keeps fp32.
@@ -54,17 +55,7 @@ _MEANS = frozenset({"Sqrt", "Mul", "Div", "Pow"})
 _LINEAR = frozenset({"Add", "Sub", "Mul", "Div", "Neg"})
 
 
-class Bounds(Protocol):
-    """Sound intervals of tensors, as the range analysis gives them."""
-
-    def bound(self, variable: Variable) -> tuple[float, float] | None:
-        """The interval in which every element lies; None where nothing is known."""
-
-    def within(self, variable: Variable, limit: float) -> bool:
-        """Whether every element is proved to lie in ``[-limit, limit]``."""
-
-
-def apply_overflow_rules(program: Graph, masks: Masks, ranges: Bounds, constraints: Constraints) -> None:
+def apply_overflow_rules(program: Graph, masks: Masks, ranges: Ranges, constraints: Constraints) -> None:
     """Add to ``constraints`` what patterns and intervals rule out in a 16-bit type.
 
     Operators of the custom white list are the caller's business. The program is not changed, and what an earlier
@@ -72,8 +63,7 @@ def apply_overflow_rules(program: Graph, masks: Masks, ranges: Bounds, constrain
     """
     flow, limit = masks.flow, masks.limit
     propagation = OverflowPropagation(masks, constraints, lambda v: ranges.within(v, limit))
-    held = [variable for variable in flow.uses if constants.may_hold(variable)]
-    far = any(_reaches(variable, limit, constraints.magnitudes) for variable in held)
+    far = any(constraints.magnitudes.get(v, limit) >= limit for v in flow.uses if constants.may_hold(v))
     for variable, bit in masks.found.items() if far else ():
         propagation.mark(variable, bit, (None, Reason(Kind.MASK, variable.name)))
     rules = _OverflowRules(propagation, ranges)
@@ -95,7 +85,7 @@ def apply_overflow_rules(program: Graph, masks: Masks, ranges: Bounds, constrain
 class _OverflowRules:
     """What each operator makes of ordinary operands."""
 
-    def __init__(self, propagation: OverflowPropagation, ranges: Bounds) -> None:
+    def __init__(self, propagation: OverflowPropagation, ranges: Ranges) -> None:
         self.flow, self.propagation, self.ranges, self.limit = propagation.flow, propagation, ranges, propagation.limit
         self.short, self.float16 = SHORT[propagation.dtype], propagation.dtype == "float16"
         self.magnitudes = propagation.constraints.magnitudes
@@ -108,14 +98,14 @@ class _OverflowRules:
             squared, made = self._squared(op, name, read), op.output(0)
             if squared is not None and made is not None:
                 self.squares[made] = squared
-        self.summed = self.logged = self.cubed = frozenset[Variable]()
+        self.summed = self.cubed = frozenset[Variable]()
         if self.squares:
-            self.summed = self._before(lambda op, name: _sums(op) or (name == "Pow" and self._exponent(op) == 0.5))
+            steps = self.flow.of("Pow", "Sqrt", having=lambda kind: kind.reduces in ("sum", "mean"))
+            self.summed = self._before(step for step in steps if step[1] != "Pow" or self._exponent(step[0]) == 0.5)
             products = (read for _, _, read in self.flow.of("Mul") if self._cubes(read))
             self.cubed = frozenset(v for read in products for v in read if v is not None)
         self.saturated = saturated(self.flow, self.limit)
-        if "Log" in self.flow.kinds:
-            self.logged = self._before(lambda op, name: name == "Log")
+        self.logged = self._before(self.flow.of("Log"))
 
     def seed(self, op: Operator, name: str) -> tuple[int, Reason] | None:
         """What the operator makes (:mod:`.overflow_propagation`) and why it stays fp32; None where no rule applies."""
@@ -228,27 +218,18 @@ class _OverflowRules:
             return 0, Reason(Kind.POWERS_INSIDE, cause=power)
         return None
 
-    def _before(self, ends: Callable[[Operator, str], bool]) -> frozenset[Variable]:
+    def _before(self, ends: Iterable[Step]) -> frozenset[Variable]:
         """Tensors that are the first operand of such operators (a sum, a root), at once or after additions, factors
         and, on the way to a logarithm or a division, matrix products."""
-        found: set[Variable] = set()
-        for op, name, read in reversed(self.flow.steps):
-            made = op.output(0)
-            ahead = made is not None and made in found
-            for slot, variable in enumerate(read):
-                if variable is None:
-                    continue
-                yes = slot == 0 and ends(op, name)
-                yes |= ahead and (
-                    name in ("Add", "Sub", "Sum", "Mul", "Max", "Sqrt")
-                    or moves(op, slot)
-                    or traits_of(op).reduces == "sum"
-                    or (name in ("Div", "Clip") and not slot)
-                    or (made in self.propagation.divides and traits_of(op).product)
-                )
-                if yes:
-                    found.add(variable)
-        return frozenset(found)
+
+        def passes(op: Operator, slot: int) -> bool:
+            name, traits = op.full_type, traits_of(op)
+            if name in ("Add", "Sub", "Sum", "Mul", "Max", "Sqrt") or (name in ("Div", "Clip") and not slot):
+                return True
+            divides = traits.product and op.output(0) in self.propagation.divides
+            return moves(op, slot) or traits.reduces == "sum" or divides
+
+        return self.flow.before((v for _, _, read in ends for v in read[:1]), passes)
 
     def _combines(self, op: Operator, made: Variable) -> tuple[int, Reason] | None:
         """What adds up, or compares, as many elements as come to one place."""
@@ -351,13 +332,6 @@ class _OverflowRules:
             return False
         sub = self._maker(op)
         return sub is not None and less_its_top(sub, self.flow)
-
-
-def _reaches(variable: Variable, limit: float, magnitudes: Mapping[Variable, float]) -> bool:
-    """Whether it is a constant that may hold a number as far out as the limit."""
-    if magnitudes.get(variable, limit) < limit:
-        return False
-    return constants.content(variable) is not None or constants.fill(variable.producer) is not None
 
 
 def _sums(op: Operator) -> bool:

@@ -19,7 +19,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
-from amp_transpiler.ir.tensors import as_array, release
+from amp_transpiler.ir.tensors import release
 from amp_transpiler.ir.types import FLOATS, LIMITS, SHORT, element_type, numpy_dtype
 from amp_transpiler.passes.numerics.constraints import ConstantNote, Constraints
 from amp_transpiler.passes.numerics.extremes import Extremes
@@ -253,8 +253,5 @@ def _role(op: Operator, slot: int) -> str:
 
 def _content(variable: Variable) -> np.ndarray | None:
     """The floating-point content of a constant, or the element that a ConstantOfShape writes."""
-    array = constants.fill(variable.producer)
-    if array is None:
-        content = constants.content(variable)
-        array = as_array(content) if content is not None else None
+    array = constants.values(variable)
     return array if array is not None and element_type(array.dtype) in FLOATS else None

@@ -17,6 +17,7 @@ from amp_transpiler.ir.traits import Traits
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.names import source
+from amp_transpiler.passes.view.reached import reached
 from amp_transpiler.passes.view.typing import is_float
 
 #: How far a constant is followed back through operators that move it.
@@ -84,6 +85,16 @@ class Flow:
     def readers(self, variables: Iterable[Variable]) -> list[Operator]:
         """The operators that read these tensors, once for each slot."""
         return [op for variable in variables for op, _ in self.uses.get(variable, ())]
+
+    def before(self, ends: Iterable[Variable | None], passes: Callable[[Operator, int], bool]) -> frozenset[Variable]:
+        """These tensors, and those of which operators make them, as their first result, in slots that ``passes``."""
+
+        def made_of(made: Variable) -> Iterable[Variable | None]:
+            op = made.producer
+            read = self.inputs.get(op, ()) if op is not None and op.output(0) is made else ()
+            return [v for slot, v in enumerate(read) if op is not None and passes(op, slot)]
+
+        return frozenset(reached((v for v in ends if v is not None), made_of))
 
     def beyond(self, variable: Variable) -> list[Variable]:
         """What the tensor becomes outside of a nested graph, and inside of others."""
