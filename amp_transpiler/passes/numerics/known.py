@@ -49,7 +49,7 @@ def known_constraints(
     keep_from_poles(flow, dtype, constraints)
     keep_near_one(flow, ranges, constraints)
     progress("integers and ranges")
-    keep_integer_valued(program, constraints)
+    keep_integer_valued(flow, constraints)
     keep_places(flow, constraints)
     fed = Fed(program, flow)
     keep_angles(fed, ranges, constraints)
