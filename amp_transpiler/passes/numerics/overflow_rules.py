@@ -40,7 +40,7 @@ from amp_transpiler.passes.numerics.overflow_propagation import (
 )
 from amp_transpiler.passes.numerics.ranges import Ranges
 from amp_transpiler.passes.numerics.saturation import saturated
-from amp_transpiler.passes.numerics.weight_norms import LARGE, may_be_large, summed_axes, weight_norm
+from amp_transpiler.passes.numerics.weight_norms import LARGE, summed_axes, weight_norm
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.flow import Step
 from amp_transpiler.passes.view.names import label, written_name
@@ -271,15 +271,11 @@ class _OverflowRules:
         return Reason(traits.overflows) if traits.overflows is not None else None
 
     def _weight_norms(self, op: Operator) -> Reason | None:
-        variable = self.flow.inputs[op][1] if len(op.inputs) > 1 else None
-        known = None if variable is None else self.magnitudes.get(variable)
-        if variable is None or not may_be_large(variable, known):
-            return None
-        axes = summed_axes(op)
-        if not axes:
+        variable, axes = self.flow.inputs[op][1] if len(op.inputs) > 1 else None, summed_axes(op)
+        if variable is None or not axes:
             return None
         if (variable, axes) not in self.weight_norms:
-            self.weight_norms[variable, axes] = weight_norm(variable, axes, known)
+            self.weight_norms[variable, axes] = weight_norm(variable, axes, self.magnitudes.get(variable))
         norm = self.weight_norms[variable, axes]
         if norm < LARGE:
             return None
