@@ -73,12 +73,13 @@ class Fed:
         """Sums, means and extremes of what is :attr:`measured`, and what is computed of them; but no lengths, which
         are roots."""
         reduces = self.flow.of(having=lambda kind: kind.reduces in _TOTALS)
+        starts = [v for op, _, read in reduces if read[0] in self.measured for v in op.outputs if v is not None]
 
         def onward(total: Variable) -> Iterable[Variable | None]:
             readers = (op for op in self.flow.readers([total]) if op.full_type not in _ROOTS)
             return (v for op in readers for v in op.outputs if v in self.measured)
 
-        return set(reached((op.outputs[0] for op, _, read in reduces if read[0] in self.measured), onward))
+        return set(reached(starts, onward))
 
     @cached_property
     def told(self) -> set[Variable]:

@@ -199,7 +199,7 @@ def _fractions(ops: list[Operator], becomes: dict[Variable, str], constraints: C
         elif len(of) == 1:
             counts = name in _BESIDE and all(v in beside or _is_number(v) for v in read)
             if counts or moves(op) or name in _CASTS:
-                beside.update((v, *of) for v in op.outputs if v is not None)
+                beside.update((v, next(iter(of))) for v in op.outputs if v is not None)
 
 
 def _moved(variable: Variable) -> Variable:
