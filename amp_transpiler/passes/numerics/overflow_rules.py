@@ -95,9 +95,9 @@ class _OverflowRules:
         #: The tensors that are squares of one tensor, and which.
         self.squares: dict[Variable, Variable] = {}
         for op, name, read in self.flow.of("Mul", "Pow"):
-            squared, made = self._squared(op, name, read), op.output(0)
-            if squared is not None and made is not None:
-                self.squares[made] = squared
+            made, is_square = op.output(0), read[0] is read[1] if name == "Mul" else self._exponent(op) == 2
+            if is_square and made is not None and read[0] is not None:
+                self.squares[made] = read[0]
         self.summed = self.cubed = frozenset[Variable]()
         if self.squares:
             steps = self.flow.of("Pow", "Sqrt", having=lambda kind: kind.reduces in ("sum", "mean"))
@@ -192,12 +192,6 @@ class _OverflowRules:
         return None if any(masks) else (MAY_OVERFLOW, why)  # a saturated mask lies within, whatever it was before
 
     # -- squares -----------------------------------------------------------------------------------------
-    def _squared(self, op: Operator, name: str, read: list[Variable | None]) -> Variable | None:
-        """The tensor that an elementwise operator squares."""
-        if name == "Mul" and read[0] is read[1]:
-            return read[0]
-        return read[0] if name == "Pow" and self.flow.number(op.input(1)) == 2 else None
-
     def _squares(self, op: Operator, made: Variable) -> tuple[int, Reason] | None:
         traits = traits_of(op)
         if made not in self.squares and traits.reduces != "squares" and traits.overflows_inside is None:
