@@ -275,9 +275,9 @@ def margins(program: Graph, dtype: str) -> dict[str, float]:
 
     A mask takes what there is, with what is added to it; what ends in a tanh of 1 may be infinite.
     """
-    flow, limit = Flow(program), LIMITS[dtype].largest
-    found = {variable.name: 1.0 for variable in Masks(flow, limit).summands}
-    return found | {variable.name: 0.0 for variable in saturated(flow, limit)}
+    masks = Masks(Flow(program), dtype)
+    found = {variable.name: 1.0 for variable in masks.summands}
+    return found | {variable.name: 0.0 for variable in saturated(masks.flow, masks.limit)}
 
 
 def unsafe(found: Measurement, dtype: str, special: Mapping[str, float]) -> dict[str, Reason]:

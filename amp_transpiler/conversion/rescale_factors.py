@@ -19,6 +19,7 @@ from amp_transpiler.conversion.simplification import Simplification
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array, tensor_type
+from amp_transpiler.passes.canonicalize.matching import computed
 from amp_transpiler.passes.numerics.rounding_loss import TOLERANCE, error_bound, losses, relative_error
 from amp_transpiler.passes.view.constants import constant_content
 from amp_transpiler.passes.view.of_type import of_type
@@ -29,12 +30,14 @@ _LEAST = -24
 _VECTOR, _WEIGHTS = 1 << 16, 1 << 26
 
 
-def rescale_factors(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> int:
-    """Split the factors that float16 reads too coarsely, in place; how many.
+def rescale_factors(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> None:
+    """Split the factors that float16 reads too coarsely, in place.
 
     Variables among ``names`` and operators of ``keep`` stay what they are.
     """
-    return sum(_Factor(op, slot, names, keep).split() for op in of_type(program, "Mul") for slot in _suspect(op))
+    for op in of_type(program, "Mul"):
+        for slot in _suspect(op):
+            _Factor(op, slot, names, keep).split()
 
 
 def _suspect(op: Operator) -> list[int]:
@@ -88,26 +91,24 @@ class _Factor:
     names: frozenset[str]
     keep: frozenset[Operator]
 
-    def split(self) -> bool:
+    def split(self) -> None:
         """Put the power of two in its place, and the number into the weights before it or into one more product."""
         op, slot, program = self.op, self.slot, self.op.program
         factor, other = op.inputs[slot], op.inputs[1 - slot]
         array = _array(factor, _VECTOR)
         if op in self.keep or factor is None or other is None or array is None:
-            return False
+            return
         if {v.name for v in (*op.inputs, *op.outputs) if v is not None} & self.names:
-            return False
+            return
         exponent = math.frexp(float(np.abs(array[np.isfinite(array)]).max()))[1]
         number, power = np.ldexp(array, -exponent), np.array(math.ldexp(1.0, exponent), np.float32)
         if not self._taken_in(other, number):
-            scaled = program.fresh_variable(f"{other.name}.scaled", "float32", other.shape)
             new = program.add_constant(f"{factor.name}.number", number)
-            program.add_operator("Mul", [other, new], [scaled], like=op)
+            scaled = computed(op, "Mul", [other, new], f"{other.name}.scaled", other.shape)
             if op.outputs[0] is not None and scaled.shape != op.outputs[0].shape:
                 scaled.shape = op.outputs[0].shape
             op.set_input(1 - slot, scaled)
         op.set_input(slot, program.add_constant(f"{factor.name}.power", power))
-        return True
 
     def _taken_in(self, variable: Variable, number: np.ndarray) -> bool:
         """Multiply the weights of the product that makes ``variable`` by the number, if that can be."""

@@ -11,9 +11,12 @@ from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.weights import become_constants
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.numerics.constraints import Constraints
+from amp_transpiler.passes.numerics.extremes import extremes
+from amp_transpiler.passes.numerics.masks import Masks
 from amp_transpiler.passes.numerics.overflow_rules import apply_overflow_rules
 from amp_transpiler.passes.numerics.rounding_loss import check_constants
 from amp_transpiler.passes.partition.assign_precision import assign
+from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.program import Program
 from tests.helpers.sessions import session
 
@@ -42,10 +45,10 @@ def gather(
     p: Program, dtype: str = "float16", /, *, guards: bool = True, **intervals: tuple[float, float]
 ) -> Constraints:
     """All that speaks against 16 bit in a program."""
-    constraints = Constraints()
-    check_constants(p, dtype, constraints)
+    constraints, masks = Constraints(), Masks(Flow(p), dtype)
+    check_constants(p, masks, constraints, extremes(p))
     if guards:
-        apply_overflow_rules(p, dtype, Bounds(**intervals), constraints)
+        apply_overflow_rules(p, masks, Bounds(**intervals), constraints)
     return constraints
 
 

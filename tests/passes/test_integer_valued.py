@@ -9,6 +9,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.integer_valued import keep_integer_valued
+from amp_transpiler.passes.view.flow import Flow
 from tests.helpers.converting import faithful
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
@@ -20,7 +21,7 @@ def kept(text: str) -> dict[str, str]:
     for parameter in program.parameters:  # as in a conversion
         parameter.persistable = parameter.trainable = False
     constraints = Constraints()
-    keep_integer_valued(program, constraints)
+    keep_integer_valued(Flow(program), constraints)
     return {getattr(op.outputs[0], "name", ""): str(reason) for op, reason in constraints.operators.items()}
 
 
@@ -131,7 +132,7 @@ def test_a_converted_program_counts_the_same() -> None:
     text = HEAD + CASES["rotary embedding"][0]
     once = amp.convert(onnx.parser.parse_model(text), numeric_guards=False)
     constraints = Constraints()
-    keep_integer_valued(once, constraints)
+    keep_integer_valued(Flow(once), constraints)
     assert [op.type for op in constraints.operators] == ["MatMul", "Transpose", "Cos"]
 
 

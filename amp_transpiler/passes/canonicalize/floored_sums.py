@@ -12,7 +12,7 @@ import numpy as np
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import traits_of
-from amp_transpiler.passes.canonicalize.matching import LEAST_HALF, added_number, alone, lower_bound, remove
+from amp_transpiler.passes.canonicalize.matching import LEAST_HALF, added_number, alone, lower_bound, put
 from amp_transpiler.passes.view.computed_by import computed_by
 from amp_transpiler.passes.view.of_type import of_type
 
@@ -53,6 +53,4 @@ def _write(floor: Operator, summed: Variable | None) -> None:
     program, out = floor.program, floor.outputs[0]
     assert summed is not None and out is not None
     held = program.add_constant(f"{out.name}.floor", np.array(LEAST_HALF, np.float32))
-    name = floor.name
-    remove(floor, {summed})
-    program.add_operator("Max", [summed, held], [out], name=name, like=floor)
+    put(floor, "Max", [summed, held])

@@ -13,7 +13,7 @@ from collections.abc import Container
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.passes.canonicalize.matching import added_number, number, only_reader, remove
+from amp_transpiler.passes.canonicalize.matching import added_number, number, only_reader, put
 from amp_transpiler.passes.canonicalize.polynomials import Polynomial, polynomials
 from amp_transpiler.passes.pipeline import Context, Pass
 
@@ -42,9 +42,7 @@ def fuse_gelus(program: Graph) -> list[str]:
             x = _source(op.input(0), wanted)
             last = None if x is None else _last(op, x)
             if x is not None and last is not None:
-                out = last.outputs[0]
-                remove(last, {x})
-                program.add_operator("Gelu", [x], [out], attrs={"approximate": kind}, name=last.name, like=last)
+                put(last, "Gelu", [x], approximate=kind)
                 count += 1
     return [f"{count} GELUs that were written out are one operator each"] if count else []
 

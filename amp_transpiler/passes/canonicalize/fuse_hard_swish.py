@@ -12,7 +12,14 @@ from dataclasses import dataclass
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.passes.canonicalize.matching import added_number, factor, maker, number, only_reader, remove
+from amp_transpiler.passes.canonicalize.matching import (
+    added_number,
+    factor,
+    maker,
+    number,
+    only_reader,
+    put,
+)
 from amp_transpiler.passes.view.of_type import of_type
 
 TYPE = "HardSwish"
@@ -26,9 +33,7 @@ def fuse_hard_swishes(program: Graph) -> list[str]:
     for gate in of_type(program, "Clip", "HardSigmoid"):
         found = _of_clip(gate, frozenset()) if gate.type == "Clip" else _of_sigmoid(gate)
         if found is not None:
-            last, x, out = found.last, found.x, found.out
-            remove(last, {x})
-            program.add_operator(TYPE, [x], [out], name=last.name, like=last)
+            put(found.last, TYPE, [found.x])
             count += 1
     return [f"{count} hard swishes that were written out are one operator each"] if count else []
 
@@ -42,11 +47,10 @@ def write_hard_sigmoids(program: Graph, names: frozenset[str], keep: frozenset[O
         found = _of_clip(clip, names)
         if found is None or not keep.isdisjoint((*found.parts, found.last)):
             continue
-        last, x, out = found.last, found.x, found.out
-        gate = program.fresh_variable(f"{out.name}.gate", x.dtype, x.shape)
-        remove(last, {x})
-        program.add_operator("HardSigmoid", [x], [gate], attrs={"alpha": 1 / 6, "beta": 0.5}, name=clip.name, like=last)
-        program.add_operator("Mul", [x, gate], [out], name=last.name, like=last)
+        x, last, attrs = found.x, found.last, {"alpha": 1 / 6, "beta": 0.5}
+        gate = program.fresh_variable(f"{found.out.name}.gate", x.dtype, x.shape)
+        program.add_operator("HardSigmoid", [x], [gate], attrs=attrs, name=clip.name, like=last)
+        put(last, "Mul", [x, gate])
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.passes.canonicalize.matching import (
     added_number,
+    computed,
     factor,
     maker,
     number,
@@ -123,17 +124,13 @@ def _scale(norm: _Norm, scale: Variable | None, size: tuple[int, ...]) -> Variab
     if scale is None or held is not None:
         array = np.ones(size, numpy_dtype(x.dtype or "float32")) if held is None else as_array(held)
         return program.add_constant(f"{x.name}.scale", (array * by).astype(array.dtype))
-    made = program.fresh_variable(f"{scale.name}.tmp", scale.dtype, size)
     constant = program.add_constant(f"{scale.name}.factor", np.array(by, numpy_dtype(x.dtype or "float32")))
-    program.add_operator("Mul", [scale, constant], [made], like=norm.last)
-    return made
+    return computed(norm.last, "Mul", [scale, constant], f"{scale.name}.tmp", size)
 
 
 def _transposed(x: Variable, order: list[int], like: Operator) -> Variable:
-    assert x.shape is not None
-    made = x.program.fresh_variable(f"{x.name}.tmp", x.dtype, tuple(x.shape[axis] for axis in order))
-    x.program.add_operator("Transpose", [x], [made], attrs={"perm": order}, like=like)
-    return made
+    shape = x.shape or ()
+    return computed(like, "Transpose", [x], f"{x.name}.tmp", [shape[axis] for axis in order], perm=order)
 
 
 def _source(weight: Variable, size: tuple[int, ...]) -> Variable:
@@ -151,10 +148,8 @@ def _of_size(weight: Variable, size: tuple[int, ...], like: Operator) -> Variabl
     array = constant_content(weight)
     if array is not None:
         return program.add_constant(weight.name, as_array(array).reshape(size))
-    made = program.fresh_variable(f"{weight.name}.tmp", weight.dtype, size)
     sizes = program.add_constant(f"{weight.name}.sizes", np.array(size, np.int64))
-    program.add_operator("Reshape", [weight, sizes], [made], like=like)
-    return made
+    return computed(like, "Reshape", [weight, sizes], f"{weight.name}.tmp", size)
 
 
 def _found(op: Operator) -> _Norm | None:

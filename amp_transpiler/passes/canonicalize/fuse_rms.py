@@ -24,8 +24,8 @@ from amp_transpiler.passes.canonicalize.matching import (
     maker,
     number,
     only_reader,
+    put,
     reduced_axes,
-    remove,
     squaring,
 )
 from amp_transpiler.passes.pipeline import Context, Pass
@@ -108,9 +108,7 @@ def _fuse(norm: _Norm) -> None:
             last, scale = reader, other
     if scale is None:
         scale = program.add_constant(f"{made.name}.scale", np.full(norm.size, norm.factor, np.float32))
-    out, attrs = last.outputs[0], {"axis": -len(norm.size), "epsilon": norm.epsilon}
-    remove(last, {norm.x, scale})
-    op = program.add_operator(TYPE, [norm.x, scale], [out], attrs=attrs, name=last.name, like=last)
+    op = put(last, TYPE, [norm.x, scale], axis=-len(norm.size), epsilon=norm.epsilon)
     op.metadata[FUSED] = _STANDS_FOR
 
 

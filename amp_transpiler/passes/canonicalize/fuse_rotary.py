@@ -20,7 +20,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import FUSED
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.types import FLOATS
-from amp_transpiler.passes.canonicalize.matching import factor, maker, only_reader, remove
+from amp_transpiler.passes.canonicalize.matching import computed, factor, maker, only_reader, remove
 from amp_transpiler.passes.canonicalize.rotary_parts import Joined, Part, joined, negated, part_of, repeats
 from amp_transpiler.passes.view.of_type import of_type
 from amp_transpiler.passes.view.reached import reached
@@ -193,10 +193,9 @@ def _as_rows(table: Variable, turn: _Turn, layout: _Layout, tables: dict[Variabl
     if table not in tables:
         program, part, width, shape = table.program, table, layout.size // 2, table.shape or ()
         if shape[-1] != width:
-            part = program.fresh_variable(f"{table.name}.tmp", table.dtype, (*shape[:-1], width))
             numbers = (0, layout.size, -1, 2) if turn.pairs else (0, width, -1, 1)
             bounds = [program.add_constant(f"{table.name}.part", np.array([n])) for n in numbers]
-            program.add_operator("Slice", [table, *bounds], [part], like=turn.last)
+            part = computed(turn.last, "Slice", [table, *bounds], f"{table.name}.tmp", (*shape[:-1], width))
         places: int | str = layout.places
         if layout.examples != 1 and isinstance(places, int):
             places *= layout.examples

@@ -10,7 +10,7 @@ from amp_transpiler.ir.copies import original
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Shape, Variable
 from amp_transpiler.ir.opdef import traits_of
-from amp_transpiler.passes.canonicalize.matching import maker, reduced_axes, remove
+from amp_transpiler.passes.canonicalize.matching import maker, put, reduced_axes
 from amp_transpiler.passes.view.of_type import of_type
 
 
@@ -24,9 +24,7 @@ def fuse_softmaxes(program: Graph) -> list[str]:
         found = _found(op)
         if found is not None:
             x, axis = found
-            out = op.outputs[0]
-            remove(op, {x})
-            program.add_operator("Softmax", [x], [out], attrs={"axis": axis}, name=op.name, like=op)
+            put(op, "Softmax", [x], axis=axis)
             count += 1
     return [f"{count} softmaxes that were written out are one operator each"] if count else []
 

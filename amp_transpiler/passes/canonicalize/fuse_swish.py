@@ -11,7 +11,7 @@ from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import FUSED
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.passes.canonicalize.matching import added_number, factor, only_reader, remove
+from amp_transpiler.passes.canonicalize.matching import added_number, factor, only_reader, put
 from amp_transpiler.passes.view.of_type import of_type
 
 TYPE = "QuickGelu"
@@ -31,12 +31,7 @@ def fuse_swishes(program: Graph) -> list[str]:
         found = _found(sigmoid)
         if found is not None:
             product, x, alpha = found
-            out = product.outputs[0]
-            remove(product, {x})
-            op = program.add_operator(
-                TYPE, [x], [out], domain=DOMAIN, attrs={"alpha": alpha}, name=product.name, like=product
-            )
-            op.metadata[FUSED] = _STANDS_FOR
+            put(product, TYPE, [x], DOMAIN, alpha=alpha).metadata[FUSED] = _STANDS_FOR
             count += 1
     return [f"{count} products of a tensor and its sigmoid are one operator each"] if count else []
 

@@ -37,22 +37,18 @@ class _Root:
     operators: list[Operator]
 
 
-def write_hypotenuses(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> int:
-    """Rewrite roots of sums of squares of tensors of one shape, in place; how many.
+def write_hypotenuses(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> None:
+    """Rewrite roots of sums of squares of tensors of one shape, in place.
 
     Variables among ``names`` and operators of ``keep`` stay what they are.
     """
-    count = 0
     for root in of_type(program, "Sqrt"):
         made = root.output(0)
         if made is None or made in program.outputs or _counts(made):
             continue
         found = _under(root, {*program.outputs, *program.updates.values()}, names, keep)
-        if found is None or len(found.terms) + bool(found.number) < 2 or made.name in names:
-            continue
-        _write(root, made, found)
-        count += 1
-    return count
+        if found is not None and len(found.terms) + bool(found.number) > 1 and made.name not in names:
+            _write(root, made, found)
 
 
 def _under(root: Operator, outputs: set[Variable], names: frozenset[str], keep: frozenset[Operator]) -> _Root | None:

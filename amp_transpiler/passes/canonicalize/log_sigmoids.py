@@ -7,7 +7,7 @@ in float16, in onnxruntime's CPU kernel (1.31) from -18 on; there losses and gra
 from __future__ import annotations
 
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.passes.canonicalize.matching import maker, remove
+from amp_transpiler.passes.canonicalize.matching import computed, maker, put
 from amp_transpiler.passes.view.of_type import of_type
 
 
@@ -19,12 +19,8 @@ def write_log_sigmoids(program: Graph) -> list[str]:
         x = None if sigmoid is None else sigmoid.inputs[0]
         if x is None or out is None:
             continue
-        remove(log, {x})
-        back, above = (
-            program.fresh_variable(f"{out.name}.{word}", out.dtype, out.shape) for word in ("negated", "softplus")
-        )
-        program.add_operator("Neg", [x], [back], like=log)
-        program.add_operator("Softplus", [back], [above], like=log)
-        program.add_operator("Neg", [above], [out], name=log.name, like=log)
+        back = computed(log, "Neg", [x], f"{out.name}.negated", out.shape)
+        above = computed(log, "Softplus", [back], f"{out.name}.softplus", out.shape)
+        put(log, "Neg", [above])
         count += 1
     return [f"{count} logarithms of sigmoids are written with softplus"] if count else []

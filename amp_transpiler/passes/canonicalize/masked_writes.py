@@ -11,7 +11,7 @@ import numpy as np
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import combined
-from amp_transpiler.passes.canonicalize.matching import maker, remove
+from amp_transpiler.passes.canonicalize.matching import computed, maker, put
 from amp_transpiler.passes.view.of_type import of_type
 
 
@@ -73,13 +73,11 @@ def _fits(mask: Variable, value: Variable, x: Variable) -> bool:
 
 
 def _write(scatter: Operator, mask: Variable, value: Variable) -> None:
-    program, x, out, name = scatter.program, scatter.inputs[0], scatter.outputs[0], scatter.name
-    assert x is not None and out is not None
-    chosen = mask
+    x = scatter.inputs[0]
+    assert x is not None
     missing = len(x.shape or ()) - len(mask.shape or ())
-    remove(scatter, {x, mask, value})
     if missing:
-        chosen = program.fresh_variable(f"{mask.name}.tmp", mask.dtype, (*(mask.shape or ()), *[1] * missing))
-        axes = program.add_constant(f"{mask.name}.axes", np.arange(-missing, 0))
-        program.add_operator("Unsqueeze", [mask, axes], [chosen], like=scatter)
-    program.add_operator("Where", [chosen, value, x], [out], name=name, like=scatter)
+        axes, shape = np.arange(-missing, 0), (*(mask.shape or ()), *[1] * missing)
+        read = [mask, scatter.program.add_constant(f"{mask.name}.axes", axes)]
+        mask = computed(scatter, "Unsqueeze", read, f"{mask.name}.tmp", shape)
+    put(scatter, "Where", [mask, value, x])

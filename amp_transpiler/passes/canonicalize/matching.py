@@ -1,8 +1,10 @@
-"""Small questions that rewritings ask of the operators around one, and what takes out those that they replace."""
+"""Small questions that rewritings ask of the operators around one, and how they write others in their place."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from amp_transpiler.ir.adjacency import successors
 from amp_transpiler.ir.constant_data import given_axes
@@ -132,6 +134,22 @@ def remove(last: Operator, needed: set[Variable]) -> None:
                 [v is not None and (uses[v.key] or v in kept or v in needed) for v in maker.outputs]
             ):
                 queue.append(maker)
+
+
+def put(last: Operator, type_: str, inputs: Sequence[Variable], domain: str = "", **attrs: object) -> Operator:
+    """Let a new operator, of the name of another one, make what that makes; it goes, and what it alone needed."""
+    program, made = last.program, last.outputs[0]
+    remove(last, set(inputs))
+    return program.add_operator(type_, inputs, [made], attrs=attrs, domain=domain, name=last.name, like=last)
+
+
+def computed(
+    like: Operator, type_: str, inputs: Sequence[Variable], name: str, shape: Iterable[Any] | None, **attrs: object
+) -> Variable:
+    """What a new operator beside another one makes, of the element type of its first input."""
+    made = like.program.fresh_variable(name, inputs[0].dtype, shape)
+    like.program.add_operator(type_, inputs, [made], attrs=attrs, like=like)
+    return made
 
 
 def drop_unread(variable: Variable) -> None:

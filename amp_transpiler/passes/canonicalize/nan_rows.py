@@ -13,7 +13,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import one_element
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array
-from amp_transpiler.passes.canonicalize.matching import drop_unread
+from amp_transpiler.passes.canonicalize.matching import computed, drop_unread
 from amp_transpiler.passes.view.constants import content
 from amp_transpiler.passes.view.of_type import of_type
 
@@ -104,7 +104,5 @@ def _ask_first(op: Operator, rows: Variable) -> None:
     asked = op.outputs[0]
     assert asked is not None
     bounds = [program.add_constant(f"{rows.name}.{name}", np.array([n])) for name, n in _FIRST]
-    first = program.fresh_variable(f"{rows.name}.tmp", rows.dtype, shape)
-    program.add_operator("Slice", [rows, *bounds], [first], like=op)
-    op.set_input(0, first)
+    op.set_input(0, computed(op, "Slice", [rows, *bounds], f"{rows.name}.tmp", shape))
     asked.shape = shape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -240,18 +240,14 @@ def _spatial(op: Operator) -> None:
 @_adapter(14, "BatchNormalization")
 def _batch_norm(op: Operator) -> None:
     for slot in range(1, len(op.outputs)):
-        if op.outputs[slot] is not None and list(_uses(op.outputs[slot])):
+        made = op.outputs[slot]
+        if made is not None and made.readers:
             raise GraphError(
                 f"operator '{op.label}' (BatchNormalization of opset {op.program.opset()}) uses its training "
                 "outputs, which opset 14 defines differently"
             )
     for slot in range(len(op.outputs) - 1, 0, -1):
         op.set_output(slot, None)
-
-
-def _uses(variable: Variable | None) -> Iterator[Operator]:
-    if variable is not None:
-        yield from (op for op, _ in variable.readers)
 
 
 @_adapter(21, "GroupNormalization")

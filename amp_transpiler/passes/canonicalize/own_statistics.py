@@ -17,7 +17,7 @@ from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.ops.norm_parts import epsilon_of
-from amp_transpiler.passes.canonicalize.matching import holds, maker, reduced_axes, remove, squaring
+from amp_transpiler.passes.canonicalize.matching import computed, holds, maker, reduced_axes, remove, squaring
 from amp_transpiler.passes.view.of_type import of_type
 
 
@@ -82,8 +82,6 @@ def _write(rows: _Rows) -> None:
 
 def _column(like: Operator, weight: Variable, normalised: tuple[int, ...]) -> Variable:
     """A number for each row of what is normalised, with ones behind it."""
-    program, shape = like.program, (normalised[1], *[1] * len(normalised[2:]))
-    made = program.fresh_variable(f"{weight.name}.tmp", weight.dtype, shape)
-    sizes = program.add_constant(f"{weight.name}.column", np.array(shape, np.int64))
-    program.add_operator("Reshape", [weight, sizes], [made], like=like)
-    return made
+    shape = (normalised[1], *[1] * len(normalised[2:]))
+    sizes = like.program.add_constant(f"{weight.name}.column", np.array(shape, np.int64))
+    return computed(like, "Reshape", [weight, sizes], f"{weight.name}.tmp", shape)

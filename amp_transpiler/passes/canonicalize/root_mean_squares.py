@@ -25,7 +25,15 @@ from amp_transpiler.ir.metadata import NORM
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves
 from amp_transpiler.ir.tensors import as_array
-from amp_transpiler.passes.canonicalize.matching import number, only_reader, reduced_axes, remove, squaring
+from amp_transpiler.passes.canonicalize.matching import (
+    computed,
+    number,
+    only_reader,
+    put,
+    reduced_axes,
+    remove,
+    squaring,
+)
 from amp_transpiler.passes.canonicalize.opset import add_operator
 from amp_transpiler.passes.view.constants import constant_content
 from amp_transpiler.passes.view.of_type import of_type
@@ -43,13 +51,12 @@ LEAST_ROOT = 1e-6
 _DELICATE = frozenset({"Add", "Sub", "Sqrt", "Pow", "Log", "Max", "Clip", "Div", "Reciprocal"})
 
 
-def write_as_norms(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> int:
+def write_as_norms(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> None:
     """Rewrite roots of mean squares and mean squares over a known number of elements, and divisions by roots of a sum
-    of squares and an epsilon, in place; how many.
+    of squares and an epsilon, in place.
 
     Variables among ``names`` and operators of ``keep`` stay what they are.
     """
-    count = 0
     for mean in of_type(program, "ReduceMean", "ReduceSum"):
         made = mean.output(0)
         if made is None or made.producer is not mean:
@@ -65,10 +72,8 @@ def write_as_norms(program: Graph, names: frozenset[str], keep: frozenset[Operat
         if sizes is None or 0 in sizes:
             continue
         found = _Found(program, x, square, mean, made, axes, math.prod(sizes), names, keep)
-        if not found.may_go():
-            continue
-        count += found.rewrite_root(of_sum=summed) or (not summed and found.rewrite_mean())
-    return count
+        if found.may_go() and not found.rewrite_root(of_sum=summed) and not summed:
+            found.rewrite_mean()
 
 
 @dataclass(frozen=True)
@@ -143,18 +148,14 @@ class _Found:
             self.program.remove_variable(out)
         return True
 
-    def rewrite_mean(self) -> bool:
+    def rewrite_mean(self) -> None:
         """Write the mean square as the square of a norm, unless its small values count in what follows."""
         if _counts(self.made):
-            return False
+            return
         last, factor = self._multiplied()
         part = self._part()
         norm = self._norm(self._of_parts(part), self.axes, self.made.shape)
-        made, name = last.outputs[0], last.name
-        shares = [self._scaled(norm, share) for share in _factors(factor / part)]
-        remove(last, {self.x})
-        self._add("Mul", shares, made, name)
-        return True
+        put(last, "Mul", [self._scaled(norm, share) for share in _factors(factor / part)])
 
     def _multiplied(self) -> tuple[Operator, float]:
         """The last of the operators that alone multiply the mean with positive numbers, and their product: torch's
@@ -281,8 +282,7 @@ class _Found:
             pieces = [*shape[: last + 1], part, *shape[last + 1 :]]
             sizes = [0] * last + [int(piece or 0) for piece in pieces[last:]]
             target = self.program.add_constant(f"{self.made.name}.parts", np.array(sizes, np.int64))
-            x, axes = self._new(tuple(pieces)), [last + 1]
-            self._add("Reshape", [self.x, target], x)
+            x, axes = computed(self.mean, "Reshape", [x, target], f"{self.made.name}.norm", pieces), [last + 1]
         norms = self._new(tuple(shape))
         op = add_operator(self.mean, "ReduceL2", [x], [norms], axes=axes, keepdims=int(part == size))
         op.metadata[NORM] = "of parts of a mean square"
@@ -301,9 +301,7 @@ class _Found:
 
     def _scaled(self, x: Variable, factor: float) -> Variable:
         number = self.program.add_constant(f"{self.made.name}.factor", np.array(factor, np.float32))
-        out = self._new(x.shape)
-        self._add("Mul", [x, number], out)
-        return out
+        return computed(self.mean, "Mul", [x, number], f"{self.made.name}.norm", x.shape)
 
 
 def _counts(square: Variable) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.passes.canonicalize.matching import added_number, drop_unread, maker, number, squaring
+from amp_transpiler.passes.canonicalize.matching import added_number, computed, maker, number, put, squaring
 from amp_transpiler.passes.view.of_type import of_type
 
 
@@ -38,12 +38,9 @@ def _of_squares(variable: Variable | None) -> bool:
 
 
 def _write(power: Operator, inverse: bool) -> None:
-    program, base, exponent, out = power.program, power.inputs[0], power.inputs[1], power.outputs[0]
-    assert base is not None and exponent is not None and out is not None
-    name = power.name
-    program.remove_operator(power)
-    drop_unread(exponent)
-    root = program.fresh_variable(f"{out.name}.root", out.dtype, out.shape) if inverse else out
-    op = program.add_operator("Sqrt", [base], [root], name="" if inverse else name, like=power)
+    base, out = power.inputs[0], power.outputs[0]
+    assert base is not None and out is not None
     if inverse:
-        program.add_operator("Reciprocal", [root], [out], name=name, like=op)
+        put(power, "Reciprocal", [computed(power, "Sqrt", [base], f"{out.name}.root", out.shape)])
+    else:
+        put(power, "Sqrt", [base])

@@ -17,7 +17,16 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import combined
 from amp_transpiler.ir.tensors import as_array
-from amp_transpiler.passes.canonicalize.matching import added_axes, holds, maker, number, reduced_axes, remove, sides
+from amp_transpiler.passes.canonicalize.matching import (
+    added_axes,
+    computed,
+    holds,
+    maker,
+    number,
+    put,
+    reduced_axes,
+    sides,
+)
 from amp_transpiler.passes.canonicalize.whole_splits import piece_of
 from amp_transpiler.passes.view.constants import constant_content
 from amp_transpiler.passes.view.of_type import of_type
@@ -200,9 +209,7 @@ def _write(loop: _Loop) -> None:
         return program.add_constant(f"{out.name}.{name}", array.astype(np.float32))
 
     def add(type_: str, one: Variable, other: Variable) -> Variable:
-        made = program.fresh_variable(f"{out.name}.{type_.lower()}", out.dtype, shape)
-        program.add_operator(type_, [one, other], [made], like=like)
-        return made
+        return computed(like, type_, [one, other], f"{out.name}.{type_.lower()}", shape)
 
     unit = constant("unit", np.eye(size))
     block = np.arange(size)
@@ -216,6 +223,4 @@ def _write(loop: _Loop) -> None:
             part = add("MatMul", add("MatMul", inverse, part), inverse)
         inverse = add("Add", inverse, part)
         rows *= 2
-    name = loop.last.name
-    remove(loop.last, {matrix, inverse})
-    program.add_operator("Sub", [inverse, unit], [out], name=name, like=like)
+    put(like, "Sub", [inverse, unit])

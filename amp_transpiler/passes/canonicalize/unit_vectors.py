@@ -20,9 +20,10 @@ from amp_transpiler.passes.canonicalize.matching import (
     LEAST_HALF,
     added_number,
     alone,
+    computed,
     lower_bound,
+    put,
     reduced_axes,
-    remove,
     squares,
 )
 from amp_transpiler.passes.canonicalize.opset import add_operator
@@ -121,8 +122,8 @@ def _written(below: Variable | None, x: Variable, names: frozenset[str]) -> _Len
 
 
 def _write(last: Operator, found: _Length) -> None:
-    program, x, out = last.program, found.x, last.outputs[0]
-    assert out is not None and x.shape is not None
+    program, x = last.program, found.x
+    assert x.shape is not None
     shape = tuple(1 if axis in found.axes else size for axis, size in enumerate(x.shape))
     length = program.fresh_variable(f"{x.name}.norm", x.dtype, shape)
     norm = add_operator(last, "ReduceL2", [x], [length], axes=found.axes, keepdims=1)
@@ -130,17 +131,11 @@ def _write(last: Operator, found: _Length) -> None:
     if found.floor:
         floor = np.float16(max(found.floor, LEAST_HALF))
         held = program.add_constant(f"{x.name}.floor", np.array(floor, np.float32))
-        bounded = program.fresh_variable(length.name, x.dtype, shape)
-        program.add_operator("Max", [length, held], [bounded], like=last)
-        length = bounded
-    name, quotient = last.name, out
-    gain: Variable | None = None
-    if isinstance(found.gain, Variable):
-        gain = found.gain
-    elif found.gain != 1:
-        gain = program.add_constant(f"{x.name}.gain", np.array(found.gain, np.float32))
-    remove(last, {v for v in (x, length, gain) if v is not None})
-    if gain is not None:
-        quotient = program.fresh_variable(f"{x.name}.unit", x.dtype, x.shape)
-        program.add_operator("Mul", [quotient, gain], [out], name=name, like=last)
-    program.add_operator("Div", [x, length], [quotient], name=name if quotient is out else "", like=last)
+        length = computed(last, "Max", [length, held], length.name, shape)
+    gain = found.gain
+    if isinstance(gain, float) and gain != 1:
+        gain = program.add_constant(f"{x.name}.gain", np.array(gain, np.float32))
+    if isinstance(gain, float):
+        put(last, "Div", [x, length])
+    else:
+        put(last, "Mul", [computed(last, "Div", [x, length], f"{x.name}.unit", x.shape), gain])

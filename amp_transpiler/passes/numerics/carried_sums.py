@@ -7,6 +7,7 @@ gated by data, as in an LSTM, forgets, and is no such sum.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.passes.view.constants import is_constant
 from amp_transpiler.passes.view.flow import Flow
-from amp_transpiler.passes.view.names import source
+from amp_transpiler.passes.view.reached import reached
 
 _SUMS = frozenset({"Add", "Sub", "Sum"})
 _SCALES = frozenset({"Mul", "Div"})
@@ -46,28 +47,19 @@ def carried_sums(flow: Flow) -> Iterator[CarriedSum]:
 
 def _between(flow: Flow, start: Variable, end: Variable) -> list[Operator]:
     """The operators between two tensors, where all that happens is sums, constant factors and moved elements."""
-    before: dict[Variable, list[tuple[Operator | None, Variable]]] = {start: []}
-    pending = [start]
-    for variable in pending:
-        onward: list[tuple[Operator | None, Variable]] = [(None, made) for made in _elsewhere(flow, variable)]
-        for op, slot in flow.uses.get(variable, ()) if variable is not end else ():
-            if _carries(op, slot, flow):
-                onward += [(op, made) for made in op.outputs if made is not None]
-        for maker, made in onward:
-            if made not in before:
-                pending.append(made)
-            before.setdefault(made, []).append((maker, variable))
-    found: dict[Operator, None] = {}
-    back = [end] if end in before else []
-    seen = set(back)
-    for variable in back:
-        for maker, read in before[variable]:
-            if maker is not None:
-                found[maker] = None
-            if read not in seen:
-                seen.add(read)
-                back.append(read)
-    return list(found)
+
+    def carriers(variable: Variable) -> list[Operator]:
+        return [op for op, slot in flow.uses.get(variable, ()) if variable is not end and _carries(op, slot, flow)]
+
+    def onward(variable: Variable) -> list[Variable | None]:
+        return [*flow.beyond(variable), *(made for op in carriers(variable) for made in op.outputs)]
+
+    before = defaultdict[Variable | None, list[Variable]](list)
+    for variable in reached([start], onward):
+        for made in onward(variable):
+            before[made].append(variable)
+    behind = dict.fromkeys(reached([end], before.__getitem__))
+    return list(dict.fromkeys(op for v in behind for op in carriers(v) if any(made in behind for made in op.outputs)))
 
 
 def _carries(op: Operator, slot: int, flow: Flow) -> bool:
@@ -81,15 +73,9 @@ def _carries(op: Operator, slot: int, flow: Flow) -> bool:
 def _feeds_itself(flow: Flow, start: Variable, between: list[Operator]) -> bool:
     """Whether what is added to a state is computed from it, as in a residual network: it is no count of rounds."""
     path = {start, *(v for op in between for v in op.outputs)}
-    made, pending = {start}, [start]
-    for variable in pending:
-        read = [v for op, _ in flow.uses.get(variable, ()) for v in op.outputs if v is not None]
-        new = [v for v in (*read, *_elsewhere(flow, variable)) if v not in made]
-        made.update(new)
-        pending += new
+
+    def onward(variable: Variable) -> list[Variable | None]:
+        return [*flow.beyond(variable), *(made for op in flow.readers([variable]) for made in op.outputs)]
+
+    made = set(reached([start], onward))
     return any(v in made and v not in path for op in between for v in flow.inputs[op])
-
-
-def _elsewhere(flow: Flow, variable: Variable) -> list[Variable]:
-    """What the tensor becomes inside of nested graphs, and outside."""
-    return [source(v) for edges in (flow.results, flow.entries) for v in edges.get(variable, ())]

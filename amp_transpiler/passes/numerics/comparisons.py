@@ -29,8 +29,8 @@ def keep_comparisons(flow: Flow, constraints: Constraints) -> None:
 
     What an earlier conversion did to the program makes no difference.
     """
-    for op, _, read in flow.steps if any(kind.compares for kind in flow.kinds.values()) else ():
-        if not traits_of(op).compares or len(read) != 2:
+    for op, _, read in flow.of(having=lambda kind: kind.compares):
+        if len(read) != 2:
             continue
         left, right = (_chosen_from(variable, flow) for variable in read)
         same, apart = left.keys() & right.keys(), left.keys() ^ right.keys()
@@ -44,8 +44,8 @@ def keep_comparisons(flow: Flow, constraints: Constraints) -> None:
 
 def keep_equalities(flow: Flow, dtype: str, constraints: Constraints) -> None:
     """Add to ``constraints`` what asks whether elements are a number that ``dtype`` rounds, and what chooses them."""
-    for op, name, read in flow.steps if "Equal" in flow.kinds else ():
-        for number, asked in (read, read[::-1]) if name == "Equal" else ():
+    for op, _, read in flow.of("Equal"):
+        for number, asked in (read, read[::-1]):
             if number is None or not _is_rounded(number, dtype):
                 continue
             why = Reason(Kind.EQUALS, written_name(number), (SHORT[dtype],))

@@ -6,7 +6,7 @@ Kept in fp32 is what the modules beside this one find among it, and what compute
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -21,7 +21,8 @@ from amp_transpiler.ops.einsum import labels_of
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.weight_norms import summed_axes
 from amp_transpiler.passes.view.constants import content, is_constant
-from amp_transpiler.passes.view.flow import Flow
+from amp_transpiler.passes.view.flow import Flow, Step
+from amp_transpiler.passes.view.reached import reached
 
 #: Terms of a sum: the coordinates of a place.
 _FEW = 4
@@ -71,13 +72,14 @@ class Fed:
     def totals(self) -> set[Variable]:
         """Sums, means and extremes of what is :attr:`measured`, and what is computed of them; but no lengths, which
         are roots."""
-        found = set[Variable]()
-        for op, _, read in self.flow.steps:
-            if not self.measured.isdisjoint(op.outputs) and op.full_type not in _ROOTS:
-                totals = traits_of(op).reduces in _TOTALS and read[0] in self.measured
-                if totals or any(v in found for v in read):
-                    found.update(v for v in op.outputs if v is not None)
-        return found
+        reduces = self.flow.of(having=lambda kind: kind.reduces in _TOTALS)
+        starts = [v for op, _, read in reduces if read[0] in self.measured for v in op.outputs if v is not None]
+
+        def onward(total: Variable) -> Iterable[Variable | None]:
+            readers = (op for op in self.flow.readers([total]) if op.full_type not in _ROOTS)
+            return (v for op in readers for v in op.outputs if v in self.measured)
+
+        return set(reached(starts, onward))
 
     @cached_property
     def told(self) -> set[Variable]:
@@ -97,32 +99,40 @@ class Fed:
     def _grown(self, comes: Callable[[Operator, Sequence[Variable]], bool]) -> set[Variable]:
         """The inputs, and what operators of which ``comes`` holds make of such and of what the program holds."""
         found = {v for v in self.program.inputs if v.dtype in FLOATS}
-        for op, _, read in self.flow.steps:
-            operands = [v for v in read if v is not None]
+        pending = [*self._of_held, *self.flow.readers(found)]
+        for op in pending:
+            operands = [v for v in self.flow.inputs[op] if v is not None]
             if all(v in found or held(v) for v in operands) and not op.attrs.programs and comes(op, operands):
-                found.update(v for v in op.outputs if v is not None)
+                new = {v for v in op.outputs if v is not None} - found
+                found |= new
+                pending += self.flow.readers(new)
         return found
+
+    @cached_property
+    def _of_held(self) -> list[Operator]:
+        """The operators that read nothing but what the program holds, or no floats."""
+        return [op for op, _, read in self.flow.steps if all([v is None or held(v) for v in read])]
 
     def keep(
         self,
         constraints: Constraints,
         kind: Kind,
         among: set[Variable],
+        steps: Iterable[Step],
         taken: Callable[[Operator, Variable], bool],
     ) -> set[Variable]:
-        """Keep the operators of which ``taken`` holds for their operand, and what computes it.
+        """Keep the operators among ``steps`` of which ``taken`` holds for their operand, and what computes it.
 
         An operand is one of ``among`` or one that the program holds, and so is what it is computed of. Those of
         ``among`` come back. What an earlier conversion did to the program makes no difference. Linear in its size.
         """
+        operands = ((op, read[0]) for op, _, read in steps if read and read[0] is not None)
+        starts = [op for op, v in operands if (v in among or held(v)) and taken(op, v)]
         wanted = set[Variable]()
-        for op, _, read in reversed(self.flow.steps):
-            operand = read[0] if read else None
-            found = operand is not None and (operand in among or held(operand)) and taken(op, operand)
-            if found or any(v in wanted and v in among for v in op.outputs if v is not None):
-                constraints.keep(op, Reason(kind))
-                wanted.update(v for v in read if v is not None)
-        return wanted & among
+        for op in reached(starts, lambda op: (v.producer for v in self.flow.inputs[op] if v in among)):
+            constraints.keep(op, Reason(kind))
+            wanted.update(v for v in self.flow.inputs[op] if v in among)
+        return wanted
 
 
 def held(variable: Variable) -> bool:

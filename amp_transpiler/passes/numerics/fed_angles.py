@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.reasons import Kind
 from amp_transpiler.ir.types import LIMITS
 from amp_transpiler.passes.numerics.constraints import Constraints
@@ -24,44 +23,33 @@ from amp_transpiler.passes.view.flow import Flow
 
 def keep_angles(fed: Fed, ranges: Ranges, constraints: Constraints) -> None:
     """Add to ``constraints`` the sines, cosines and remainders of such angles, and what computes the angles."""
-    kinds = fed.flow.kinds
-    if {"Mod", "Floor"} & kinds.keys() or any(kind.periodic for kind in kinds.values()):
 
-        def is_angle(op: Operator, variable: Variable) -> bool:
-            return _is_phase(op, fed.flow) and not ranges.within(variable, math.pi)
+    def is_angle(op: Operator, variable: Variable) -> bool:
+        return _is_phase(op, fed.flow) and not ranges.within(variable, math.pi)
 
-        fed.keep(constraints, Kind.ANGLE, fed.given, is_angle)
+    steps = fed.flow.of("Mod", "Sub", having=lambda kind: kind.periodic)
+    fed.keep(constraints, Kind.ANGLE, fed.given, steps, is_angle)
 
 
 def keep_fed_logarithms(fed: Fed, ranges: Ranges, constraints: Constraints) -> None:
     """Add to ``constraints`` the logarithms and roots of what is fed and may leave float16, and what computes their
     operands."""
-    kinds = fed.flow.kinds
-    if "Pow" not in kinds and not any(kind.shortens for kind in kinds.values()):
-        return
     limits = LIMITS["float16"]
 
     def may_leave(op: Operator, variable: Variable) -> bool:
-        if held(variable) or not _shortens(op, fed.flow):
+        if held(variable) or (op.full_type == "Pow" and not 0 < (fed.flow.number(op.input(1)) or 0) < 1):
             return False
         low, high = ranges.bound(variable) or (0.0, math.inf)
         return high > limits.largest or 0 < low < limits.normal
 
-    fed.keep(constraints, Kind.FED_LOGARITHM, fed.given, may_leave)
-
-
-def _shortens(op: Operator, flow: Flow) -> bool:
-    """Whether it makes numbers of an ordinary size of what is of any."""
-    if op.full_type != "Pow":
-        return traits_of(op).shortens
-    exponent = flow.number(flow.inputs[op][1])
-    return exponent is not None and 0 < exponent < 1
+    steps = fed.flow.of("Pow", having=lambda kind: kind.shortens)
+    fed.keep(constraints, Kind.FED_LOGARITHM, fed.given, steps, may_leave)
 
 
 def _is_phase(op: Operator, flow: Flow) -> bool:
     """Whether it tells where in a turn an angle is: its sine, the remainder, or what it has beyond whole turns."""
-    if op.full_type == "Sub":
-        angle, whole = flow.inputs[op]
-        maker = whole.producer if whole is not None else None
-        return maker is not None and maker.full_type == "Floor" and flow.inputs[maker][0] is angle
-    return traits_of(op).periodic or op.full_type == "Mod"
+    if op.full_type != "Sub":
+        return True
+    angle, whole = flow.inputs[op]
+    maker = whole.producer if whole is not None else None
+    return maker is not None and maker.full_type == "Floor" and flow.inputs[maker][0] is angle

@@ -11,7 +11,8 @@ The returns of prices are differences too: quotients less 1, or logarithms.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from amp_transpiler.passes.numerics.ranges import Ranges
 from amp_transpiler.passes.view.constants import content
 from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import source
+from amp_transpiler.passes.view.reached import reached
 
 #: Deviations by which a standard score may be off, and those that what is scored may lie from its mean.
 _OFF, _REACH = 0.01, 8
@@ -49,9 +51,9 @@ def keep_fed_scores(fed: Fed, ranges: Ranges, dtype: str, constraints: Constrain
         found = _mean_and_spread(op, fed.flow)
         return _any_above(limits.largest, found, lambda mean, spread: mean + _REACH * spread)
 
-    if any(kind in fed.flow.kinds for kind in ("BatchNormalization", "Div", "Mul", "ai.onnx.ml::Scaler")):
-        fed.keep(constraints, Kind.FED_SCORE, fed.given, is_off)
-        _keep_sums(fed, fed.keep(constraints, Kind.FED_SCALE, fed.given, leaves), constraints)
+    steps = fed.flow.of("BatchNormalization", "ai.onnx.ml::Scaler", "Add", "Sub", "Mul", "Div")
+    fed.keep(constraints, Kind.FED_SCORE, fed.given, steps, is_off)
+    _keep_sums(fed, fed.keep(constraints, Kind.FED_SCALE, fed.given, steps, leaves), constraints)
 
 
 def _keep_sums(fed: Fed, large: set[Variable], constraints: Constraints) -> None:
@@ -84,19 +86,14 @@ def keep_fed_differences(fed: Fed, ranges: Ranges, dtype: str, constraints: Cons
         own = _is_of_two(op, fed, "Div") and fed.flow.inputs[op][1] in fed.totals
         return own and not ranges.within(operand, limits.largest)
 
-    def is_norm(op: Operator, operand: Variable) -> bool:
-        return traits_of(op).centres and operand in fed.measured
-
-    own = set[Variable]()
-    if {"Sub", "Log"} & fed.flow.kinds.keys():
-        own |= fed.keep(constraints, Kind.FED_DIFFERENCE, fed.measured, is_score)
-    if "Div" in fed.flow.kinds:
-        own |= fed.keep(constraints, Kind.FED_SHARE, fed.measured, is_share)
+    flow, keep = fed.flow, partial(fed.keep, constraints)
+    own = keep(Kind.FED_DIFFERENCE, fed.measured, flow.of("Sub", "Mul", "Div", "Log"), is_score)
+    own |= keep(Kind.FED_SHARE, fed.measured, flow.of("Div"), is_share)
     _keep_forecasts(fed, own, constraints)
-    if any(kind.centres for kind in fed.flow.kinds.values()):
-        fed.keep(constraints, Kind.FED_DIFFERENCE, fed.measured, is_norm)
-    if any(kind.weight_axes is not None for kind in fed.flow.kinds.values()):
-        fed.keep(constraints, Kind.FED_DIFFERENCE, fed.measured, lambda op, _: _takes_off(op, fed))
+    norms = flow.of(having=lambda kind: kind.centres)
+    keep(Kind.FED_DIFFERENCE, fed.measured, norms, lambda op, operand: operand in fed.measured)
+    products = flow.of(having=lambda kind: kind.weight_axes is not None)
+    keep(Kind.FED_DIFFERENCE, fed.measured, products, lambda op, operand: _takes_off(op, fed))
 
 
 def _takes_off(op: Operator, fed: Fed) -> bool:
@@ -116,18 +113,17 @@ def _is_of_two(op: Operator | None, fed: Fed, kind: str = "") -> bool:
 
 def _keep_forecasts(fed: Fed, own: set[Variable], constraints: Constraints) -> None:
     """Keep what brings outputs of the program back to the size of what is fed, by ``own`` numbers of that."""
-    pending, seen = [source(v) for v in fed.program.outputs] if own else [], set[Operator]()
-    while pending:
-        op = pending.pop().producer
-        if op is None or op in seen or op not in fed.flow.inputs:
-            continue
-        seen.add(op)
-        read = [v for v in fed.flow.inputs[op] if v is not None]
-        if op.full_type in ("Add", "Sub", "Mul", "Div") and not own.isdisjoint(read):
-            constraints.keep(op, Reason(Kind.FED_LEVEL))
-        elif not traits_of(op).exact:
-            continue
-        pending += read
+
+    def brings_back(op: Operator) -> bool:
+        return op.full_type in ("Add", "Sub", "Mul", "Div") and not own.isdisjoint(fed.flow.inputs[op])
+
+    def before(made: Variable) -> Iterable[Variable | None]:
+        op = made.producer
+        return fed.flow.inputs.get(op, ()) if op is not None and (traits_of(op).exact or brings_back(op)) else ()
+
+    for made in reached(map(source, fed.program.outputs) if own else (), before):
+        if made.producer in fed.flow.inputs and brings_back(made.producer):
+            constraints.keep(made.producer, Reason(Kind.FED_LEVEL))
 
 
 def _mean_and_spread(op: Operator, flow: Flow) -> tuple[Any, Any] | None:

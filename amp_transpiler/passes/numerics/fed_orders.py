@@ -10,6 +10,7 @@ from __future__ import annotations
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
+from amp_transpiler.ir.traits import Traits
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.fed import Fed, held
 from amp_transpiler.passes.view.constants import is_constant
@@ -25,23 +26,19 @@ def keep_fed_orders(fed: Fed, constraints: Constraints) -> None:
 
     def is_comparison(op: Operator, operand: Variable) -> bool:
         read = [v for v in fed.flow.inputs[op] if v is not None]
-        return traits_of(op).compares and not fed.told.isdisjoint(read) and all(v in known or held(v) for v in read)
+        return not fed.told.isdisjoint(read) and all(v in known or held(v) for v in read)
 
-    kinds = fed.flow.kinds.values()
-    if any(kind.ranks is not None for kind in kinds):
-        fed.keep(constraints, Kind.FED_ORDER, fed.told, is_order)
-    if any(kind.compares for kind in kinds):
-        known = fed.told | fed.given
-        fed.keep(constraints, Kind.FED_BOUND, known, is_comparison)
+    orders, bounds = fed.flow.of(having=_ranks), fed.flow.of(having=lambda kind: kind.compares)
+    known = fed.told | fed.given
+    fed.keep(constraints, Kind.FED_ORDER, fed.told, orders, is_order)
+    fed.keep(constraints, Kind.FED_BOUND, known, bounds, is_comparison)
 
 
 def keep_orders(flow: Flow, constraints: Constraints) -> None:
     """Add to ``constraints`` what tells the order of what they keep fp32, and what computes each element of its operand
     of one of that: a root of squared distances, bounded below."""
-    if not any(kind.ranks is not None for kind in flow.kinds.values()):
-        return
-    for op, _, read in flow.steps:
-        if read and _tells_order(op):
+    for op, _, read in flow.of(having=_ranks):
+        if _tells_order(op):
             between, variable = [op], read[0]
             while variable is not None and (maker := variable.producer) not in constraints.operators:
                 variable = None if maker is None else _element(maker, flow)
@@ -55,6 +52,10 @@ def _element(op: Operator, flow: Flow) -> Variable | None:
     else."""
     read = [v for v in flow.inputs.get(op, ()) if v is not None and not (held(v) or is_constant(v))]
     return read[0] if len(read) == 1 and (moves(op) or traits_of(op).elementwise) else None
+
+
+def _ranks(kind: Traits) -> bool:
+    return kind.ranks is not None
 
 
 def _tells_order(op: Operator) -> bool:

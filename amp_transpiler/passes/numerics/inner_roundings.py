@@ -7,7 +7,7 @@ import math
 from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import static
-from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.lists import parts_of, place_traits, roundings
 from amp_transpiler.passes.lowering.arithmetic import MOST, Arithmetic
@@ -37,7 +37,7 @@ def keep_rounded(program: Graph, kind: str, dtype: str, constraints: Constraints
 
 def inner_roundings(op: Operator, arithmetic: Arithmetic, dtype: str) -> tuple[str, float]:
     """In which order a kernel adds up an operator's sum, "" for none, and how many roundings its error is worth."""
-    shapes, made = [list(map(_shape, each)) for each in (op.inputs, op.outputs)]
+    shapes, made = [[None if v is None else static(v.shape) for v in each] for each in (op.inputs, op.outputs)]
     parts = () if op.domain else parts_of(op.type, dtype, op.program.opset(), arithmetic.kind)
     if parts:  # the sizes of what lies between them are not known
         return "", max(arithmetic.rounds(part, dtype, {}, [None] * 3, [None])[1] for part in parts)
@@ -47,7 +47,3 @@ def inner_roundings(op: Operator, arithmetic: Arithmetic, dtype: str) -> tuple[s
 def in_roundings(worth: float) -> str:
     """An error, of which mean squares are given, as a number of roundings of the result."""
     return f"{math.sqrt(worth):.2g}" if math.isfinite(worth) else "an unknown number of"
-
-
-def _shape(variable: Variable | None) -> tuple[int, ...] | None:
-    return None if variable is None else static(variable.shape)

@@ -17,7 +17,6 @@ import math
 
 import numpy as np
 
-from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
@@ -25,6 +24,7 @@ from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import FLOATS, INTEGERS
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.view.constants import content, is_constant
+from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import source
 from amp_transpiler.passes.view.typing import is_float
 
@@ -54,14 +54,12 @@ _EXACT = 256
 _SMALL = 1 << 16
 
 
-def keep_integer_valued(program: Graph, constraints: Constraints) -> None:
-    """Add to ``constraints`` the operators of ``program``, nested graphs included, that compute with such floats.
+def keep_integer_valued(flow: Flow, constraints: Constraints) -> None:
+    """Add to ``constraints`` the operators of a program, nested graphs included, that compute with such floats.
 
     What an earlier conversion did to the program makes no difference. Linear in its size.
     """
-    if not any([op.type in _CASTS or op.type == "QuantizeLinear" for op in program.walk()]):
-        return
-    ops = [op for op in program.walk() if not op.inserted]
+    ops = [op for op, _, _ in flow.steps] if flow.of(*_CASTS, "QuantizeLinear") else []
     _forwards(ops, constraints)
     becomes = _backwards(ops, constraints)
     if becomes:
@@ -198,12 +196,10 @@ def _fractions(ops: list[Operator], becomes: dict[Variable, str], constraints: C
         rounds = name in _TO_INTEGER or (name in _CASTS and first.dtype in FLOATS and made.dtype in _TARGETS)
         if rounds and (first in beside or _moved(first) in becomes):
             beside[made] = beside.get(first, _moved(first))
-        elif len(of) == 1 and (moves(op) or name in _CASTS or (name in _BESIDE and _with_numbers(read, beside))):
-            beside.update((v, next(iter(of))) for v in op.outputs if v is not None)
-
-
-def _with_numbers(read: list[Variable], beside: dict[Variable, Variable]) -> bool:
-    return all(v in beside or _is_number(v) for v in read)
+        elif len(of) == 1:
+            counts = name in _BESIDE and all(v in beside or _is_number(v) for v in read)
+            if counts or moves(op) or name in _CASTS:
+                beside.update((v, next(iter(of))) for v in op.outputs if v is not None)
 
 
 def _moved(variable: Variable) -> Variable:

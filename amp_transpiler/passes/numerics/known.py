@@ -23,6 +23,7 @@ from amp_transpiler.passes.numerics.fed_angles import keep_angles, keep_fed_loga
 from amp_transpiler.passes.numerics.fed_differences import keep_fed_differences, keep_fed_scores
 from amp_transpiler.passes.numerics.fed_orders import keep_fed_orders, keep_orders
 from amp_transpiler.passes.numerics.integer_valued import keep_integer_valued
+from amp_transpiler.passes.numerics.masks import Masks
 from amp_transpiler.passes.numerics.near_one import keep_near_one
 from amp_transpiler.passes.numerics.overflow_rules import apply_overflow_rules
 from amp_transpiler.passes.numerics.places import keep_places
@@ -42,12 +43,13 @@ def known_constraints(
 ) -> Constraints:
     """The constraints of constants, integers, places, patterns and intervals; the program is not changed."""
     constraints, flow = Constraints(), Flow(program)
+    masks = Masks(flow, dtype)
     progress("constants")
-    check_constants(program, dtype, constraints, flow, ranges.extremes)
+    check_constants(program, masks, constraints, ranges.extremes)
     keep_from_poles(flow, dtype, constraints)
     keep_near_one(flow, ranges, constraints)
     progress("integers and ranges")
-    keep_integer_valued(program, constraints)
+    keep_integer_valued(flow, constraints)
     keep_places(flow, constraints)
     fed = Fed(program, flow)
     keep_angles(fed, ranges, constraints)
@@ -59,8 +61,8 @@ def known_constraints(
     keep_running_sums(flow, constraints)
     keep_comparisons(flow, constraints)
     keep_equalities(flow, dtype, constraints)
-    keep_quantised(program, constraints)
-    apply_overflow_rules(program, dtype, ranges, constraints, flow)
+    keep_quantised(flow, constraints)
+    apply_overflow_rules(program, masks, ranges, constraints)
     keep_orders(flow, constraints)
     return constraints
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.types import LIMITS
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.masks import Masks
 from amp_transpiler.passes.pipeline import Context, Pass, Property, option
@@ -27,7 +26,7 @@ def saturate_masks(program: Graph, dtype: str) -> bool:
     (:class:`.Masks`). Constants within ``dtype``, infinities, parameters, and what anything but a mask's reader sees
     stay as they are. Called again, it changes nothing.
     """
-    masks = Masks(Flow(program), LIMITS[dtype].largest)
+    masks = Masks(Flow(program), dtype)
     found = [variable for variable in masks.found if not variable.persistable]
     for variable in found:
         constants.saturate(variable, masks.share(variable, least=2))
@@ -40,7 +39,7 @@ def saturate_stored(program: Graph, dtype: str, constraints: Constraints, decide
     ``decided``: the element types that every operator reads and makes. What stays fp32 throughout keeps its numbers,
     and is no longer noted.
     """
-    stored = Masks(Flow(program), LIMITS[dtype].largest).stored(
+    stored = Masks(Flow(program), dtype).stored(
         lambda op: dtype in decided[op].outputs, lambda op, slot: decided[op].inputs[slot] == dtype
     )
     for variable, value in constraints.replaced.items():

@@ -21,8 +21,7 @@ import numpy as np
 
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
-from amp_transpiler.ir.tensors import as_array
-from amp_transpiler.ir.types import INTEGERS
+from amp_transpiler.ir.types import INTEGERS, LIMITS
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import source
@@ -34,7 +33,7 @@ LOW, HIGH = 1, 2
 _IGNORES = {"low": LOW, "high": HIGH}
 #: What compares with a number of this size at most, far from a mask, tells a masked place from any other.
 _FAR = 1e3
-#: Arithmetic that hands masks on, each in its own way (see :func:`through`).
+#: Arithmetic that hands masks on, each in its own way (see :meth:`.Masks.through`).
 _PASSES = frozenset({"Add", "Sum", "Sub", "Neg", "Max", "Min", "Mul", "Div"})
 _SUMS = frozenset({"Add", "Sum", "Sub"})
 #: A mask times 0.001 still masks.
@@ -61,29 +60,109 @@ class Summands:
 
 
 class Masks:
-    """The constants of a program that mask in a format which ends at ``limit``, and where their masks go.
+    """The constants of a program that mask in a 16-bit type, and where their masks go."""
 
-    ``binary``, ``allowed``, ``found``: see :func:`binary_tensors`, :func:`maskable`, :func:`masking`. ``summands``: for
-    every tensor with masked places, what is added up there.
-    """
-
-    def __init__(self, flow: Flow, limit: float) -> None:
-        self.flow, self.limit = flow, limit
+    def __init__(self, flow: Flow, dtype: str) -> None:
+        self.flow, self.dtype, self.limit = flow, dtype, LIMITS[dtype].largest
 
     @cached_property
     def binary(self) -> frozenset[Variable]:
-        return binary_tensors(self.flow)
-
-    @cached_property
-    def allowed(self) -> dict[Variable, int]:
-        return maskable(self.flow, self.binary)
+        """Tensors of zeros and ones, as masks are made of: cast from truth values or integers, ``1 - mask``."""
+        flow, found = self.flow, set[Variable]()
+        kinds = {name for name, traits in flow.kinds.items() if traits.moves != ()} | {"Sub", "Mul"}
+        for op, name, operands in flow.steps:
+            if name not in kinds:
+                continue
+            read = [v for v in operands if v is not None]
+            if name == "Cast":
+                first = op.inputs[0]
+                yes = first is not None and (first.dtype in _COUNTED or source(first) in found)
+            elif name == "Sub":
+                yes = bool(read) and flow.number(read[0]) == 1 and read[0] is not read[-1]
+            else:
+                yes = bool(read) and all(v in found or flow.number(v) in (0, 1) for v in read)
+            if yes:
+                found.update(v for v in op.outputs if v is not None and is_float(v))
+        return frozenset(found)
 
     @cached_property
     def found(self) -> dict[Variable, int]:
-        return masking(self.limit, self.allowed)
+        """Constants in the place of masks that hold numbers of at least the magnitude ``limit``: LOW, HIGH.
+
+        Those that were saturated before as well as those that will be.
+        """
+        found: dict[Variable, int] = {}
+        for variable, bits in self._allowed().items():
+            array = constants.values(variable) if bits else None
+            if array is None:
+                continue
+            array = array[np.isfinite(array)]  # minus infinity is in any format, and any sum of masks
+            if array.size and bits & LOW and array.min() <= -self.limit:
+                found[variable] = LOW
+            elif array.size and bits & HIGH and array.max() >= self.limit:
+                found[variable] = HIGH
+        return found
+
+    def _allowed(self) -> dict[Variable, int]:
+        """For every operand, whether all that reads it takes very low (LOW) or very high (HIGH) numbers as a mask.
+
+        One sweep against the direction of the program. What the caller sees, and states of loops, never count as masks.
+        The caller may ask for what nothing reads: a loss, what a built program is for.
+        """
+        flow, found = self.flow, dict[Variable, int]()
+
+        def settled(variable: Variable) -> int:
+            if variable in flow.fetched or variable in flow.loops or _is_last(variable, flow):
+                return 0
+            bits = found.get(variable, LOW | HIGH)
+            for further in flow.beyond(variable):
+                bits &= settled(further)
+            return bits
+
+        for op, name, read in reversed(flow.steps):
+            for slot, variable in enumerate(read):
+                if variable is None or found.get(variable) == 0 or (op.attrs.programs and variable in flow.entries):
+                    continue
+                bits = _ends(op, name, slot, flow)
+                if bits is None:
+                    sign = self.through(op, slot)
+                    bits = (_ignored(op, name) or LOW | HIGH) if sign is not None else 0
+                    for made in op.outputs if sign is not None else ():
+                        if made is not None and is_float(made):
+                            bits &= flipped(settled(made), sign or 1)
+                found[variable] = found.get(variable, LOW | HIGH) & bits
+        return {variable: settled(variable) for variable in found}
+
+    def through(self, op: Operator, slot: int) -> int | None:
+        """What becomes of a mask that ``op`` reads in ``slot``: 1 its output masks as well, -1 with the other sign.
+
+        None where it does neither, or where the operator computes with it.
+        """
+        if moves(op, slot):
+            return 1
+        name = op.full_type
+        if name not in _PASSES:
+            return 1 if slot == 0 and _picks(op, name) else None
+        if name == "Sub" and slot == 1:
+            return None if less_its_top(op, self.flow) else -1
+        if name == "Neg":
+            return -1
+        if name not in ("Mul", "Div"):
+            return 1
+        if name == "Div" and slot == 1:
+            return None
+        other = self.flow.inputs[op][1 - slot]
+        if other in self.binary:
+            return 1 if name == "Mul" else None
+        factor = self.flow.number(other)
+        if not factor:
+            return None
+        factor = factor if name == "Mul" else 1 / factor
+        return (1 if factor > 0 else -1) if _SCALES[0] <= abs(factor) <= _SCALES[1] else None
 
     @cached_property
     def summands(self) -> dict[Variable, Summands]:
+        """For every tensor with masked places, what is added up there."""
         count: dict[Variable, Summands] = {}
         for variable in self.found:
             self._note(count, variable, Summands(1, False))
@@ -109,7 +188,7 @@ class Masks:
         most = {variable: summands.total for variable, summands in self.summands.items()}
 
         def settle(variable: Variable, *further: Variable) -> int:
-            most[variable] = max(most.get(v, 1) for v in (variable, *further, *self._further(variable)))
+            most[variable] = max(most.get(v, 1) for v in (variable, *further, *self.flow.beyond(variable)))
             return most[variable]
 
         for op, _, read in reversed(self.flow.steps) if most else ():
@@ -133,7 +212,7 @@ class Masks:
         found: set[Variable] = set()
 
         def settle(variable: Variable) -> None:
-            if any(v in found for v in self._further(variable)):
+            if any(v in found for v in self.flow.beyond(variable)):
                 found.add(variable)
 
         sweeps = 2 if self.flow.results else 1  # an If may come before what is in its branches
@@ -161,7 +240,7 @@ class Masks:
         merged = Summands(max(new.masks, known.masks), new.beside or known.beside)
         if merged != known:
             count[variable] = merged
-            for further in self._further(variable):
+            for further in self.flow.beyond(variable):
                 self._note(count, further, merged)
 
     def _is_near(self, variable: Variable) -> bool:
@@ -170,75 +249,12 @@ class Masks:
         return number is not None and abs(number) < _FAR
 
     def _passes(self, op: Operator, slot: int) -> bool:
-        return through(op, slot, self.flow, self.binary) is not None
-
-    def _further(self, variable: Variable) -> list[Variable]:
-        """What the tensor becomes inside of nested graphs, and outside."""
-        return [source(v) for v in (*self.flow.results.get(variable, ()), *self.flow.entries.get(variable, ()))]
-
-
-def through(op: Operator, slot: int, flow: Flow, binary: frozenset[Variable]) -> int | None:
-    """What becomes of a mask that ``op`` reads in ``slot``: 1 its output masks as well, -1 with the other sign.
-
-    None where it does neither, or where the operator computes with it.
-    """
-    if moves(op, slot):
-        return 1
-    name = op.full_type
-    if name not in _PASSES:
-        return 1 if slot == 0 and _picks(op, name) else None
-    if name == "Sub" and slot == 1:
-        return None if less_its_top(op, flow) else -1
-    if name == "Neg":
-        return -1
-    if name not in ("Mul", "Div"):
-        return 1
-    if name == "Div" and slot == 1:
-        return None
-    other = flow.inputs[op][1 - slot]
-    if other in binary:
-        return 1 if name == "Mul" else None
-    factor = flow.number(other)
-    if not factor:
-        return None
-    factor = factor if name == "Mul" else 1 / factor
-    return (1 if factor > 0 else -1) if _SCALES[0] <= abs(factor) <= _SCALES[1] else None
+        return self.through(op, slot) is not None
 
 
 def flipped(bits: int, sign: int) -> int:
     """Low and high places exchanged where the sign is negative."""
     return bits if sign > 0 else (HIGH if bits & LOW else 0) | (LOW if bits & HIGH else 0)
-
-
-def maskable(flow: Flow, binary: frozenset[Variable]) -> dict[Variable, int]:
-    """For every operand, whether all that reads it takes very low (LOW) or very high (HIGH) numbers as a mask.
-
-    One sweep against the direction of the program. What the caller sees, and states of loops, never count as masks.
-    The caller may ask for what nothing reads: a loss, what a built program is for.
-    """
-    found: dict[Variable, int] = {}
-
-    def settled(variable: Variable) -> int:
-        if variable in flow.fetched or variable in flow.loops or _is_last(variable, flow):
-            return 0
-        bits = found.get(variable, LOW | HIGH)
-        for outside in (*flow.results.get(variable, ()), *flow.entries.get(variable, ())):
-            bits &= settled(outside)
-        return bits
-
-    for op, name, read in reversed(flow.steps):
-        for slot, variable in enumerate(read):
-            if variable is None or found.get(variable) == 0 or (op.attrs.programs and variable in flow.entries):
-                continue
-            bits = _ends(op, name, slot, flow)
-            if bits is None:
-                sign = through(op, slot, flow, binary)
-                bits = (_ignored(op, name) or LOW | HIGH) if sign is not None else 0
-                for made in op.outputs if sign is not None else ():
-                    if made is not None and is_float(made):
-                        bits &= flipped(settled(made), sign or 1)
-            found[variable] = found.get(variable, LOW | HIGH) & bits
-    return {variable: settled(variable) for variable in found}
 
 
 def _is_last(variable: Variable, flow: Flow) -> bool:
@@ -321,44 +337,3 @@ def less_its_top(op: Operator, flow: Flow) -> bool:
         top = operands[0] if len(operands) == 1 else None  # a maximum with a constant is no less
     reduce = top.producer if top is not None else None
     return reduce is not None and reduce.full_type in _TOPS and flow.inputs[reduce][0] is data
-
-
-def binary_tensors(flow: Flow) -> frozenset[Variable]:
-    """Tensors of zeros and ones, as masks are made of: cast from truth values or integers, ``1 - mask``."""
-    found: set[Variable] = set()
-    kinds = {name for name, traits in flow.kinds.items() if traits.moves != ()} | {"Sub", "Mul"}
-    for op, name, operands in flow.steps:
-        if name not in kinds:
-            continue
-        read = [v for v in operands if v is not None]
-        if name == "Cast":
-            first = op.inputs[0]
-            yes = first is not None and (first.dtype in _COUNTED or source(first) in found)
-        elif name == "Sub":
-            yes = bool(read) and flow.number(read[0]) == 1 and read[0] is not read[-1]
-        else:
-            yes = bool(read) and all(v in found or flow.number(v) in (0, 1) for v in read)
-        if yes:
-            found.update(v for v in op.outputs if v is not None and is_float(v))
-    return frozenset(found)
-
-
-def masking(limit: float, allowed: dict[Variable, int]) -> dict[Variable, int]:
-    """Constants in the place of masks that hold numbers of at least the magnitude ``limit``: LOW, HIGH.
-
-    It finds those that were saturated before as well as those that will be.
-    """
-    found: dict[Variable, int] = {}
-    for variable, bits in allowed.items():
-        content = constants.fill(variable.producer)
-        if content is None and bits:
-            content = constants.content(variable)
-        if content is None or not bits:
-            continue
-        array = as_array(content)
-        array = array[np.isfinite(array)]  # minus infinity is in any format, and any sum of masks
-        if array.size and bits & LOW and array.min() <= -limit:
-            found[variable] = LOW
-        elif array.size and bits & HIGH and array.max() >= limit:
-            found[variable] = HIGH
-    return found

@@ -21,10 +21,8 @@ _LARGE = 0.5
 def keep_near_one(flow: Flow, ranges: Ranges, constraints: Constraints) -> None:
     """Add to ``constraints`` the two operators of log(1 + x), log(1 - x), exp(x) - 1 and 1 - exp(x), unless x is proved
     to be no small number."""
-    if flow.kinds.keys().isdisjoint({"Log", "Exp"}):
-        return
-    for op, name, read in flow.steps:
-        for slot in (0, 1) if name in ("Add", "Sub") else ():
+    for op, name, read in flow.of("Add", "Sub") if flow.of("Log", "Exp") else ():
+        for slot in (0, 1):
             x, number = read[slot], flow.number(read[1 - slot])
             if x is None or number is None or abs(number) != 1:
                 continue
@@ -34,7 +32,7 @@ def keep_near_one(flow: Flow, ranges: Ranges, constraints: Constraints) -> None:
             if power is not None and number == -sign:
                 _keep(power, op, flow.inputs[power][0], ranges, constraints)
             made = op.output(0)
-            for reader, _ in flow.uses.get(made, ()) if made is not None and number == 1 else ():
+            for reader in flow.readers([made]) if made is not None and number == 1 else ():
                 if reader.full_type == "Log":
                     _keep(op, reader, x, ranges, constraints)
 

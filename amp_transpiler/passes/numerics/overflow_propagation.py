@@ -17,9 +17,9 @@ from collections.abc import Callable
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
-from amp_transpiler.ir.types import FLOATS, LIMITS
+from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.passes.numerics.constraints import Constraints
-from amp_transpiler.passes.numerics.masks import HIGH, LOW, Masks, flipped, through
+from amp_transpiler.passes.numerics.masks import HIGH, LOW, Masks, flipped
 from amp_transpiler.passes.view.constants import is_constant
 from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import label
@@ -47,21 +47,14 @@ class OverflowPropagation:
     ``fits`` says whether a tensor is proved to lie within the format.
     """
 
-    def __init__(
-        self,
-        flow: Flow,
-        dtype: str,
-        constraints: Constraints,
-        masks: Masks,
-        fits: Callable[[Variable], bool],
-    ) -> None:
-        self.flow, self.dtype, self.constraints, self.masks, self.fits = flow, dtype, constraints, masks, fits
-        self.limit = LIMITS[dtype].largest
+    def __init__(self, masks: Masks, constraints: Constraints, fits: Callable[[Variable], bool]) -> None:
+        self.flow, self.dtype, self.limit = masks.flow, masks.dtype, masks.limit
+        self.constraints, self.masks, self.fits = constraints, masks, fits
         #: What is known of a tensor, as bits, and where that comes from.
         self.state: dict[Variable, int] = {}
         self.cause: dict[Variable, Cause] = {}
         self._words: dict[Cause, Reason] = {}
-        self.divides = _before_division(flow)
+        self.divides = _before_division(self.flow)
 
     def sweep(self, seed: Callable[[Operator, str], tuple[int, Reason] | None]) -> None:
         """Go over the program; ``seed`` says what an operator makes of ordinary operands, and why it is kept."""
@@ -145,7 +138,7 @@ class OverflowPropagation:
         """Masked places of the result."""
         bits = 0
         for slot, each in enumerate(known):
-            sign = through(op, slot, self.flow, self.masks.binary) if each & (LOW | HIGH) else None
+            sign = self.masks.through(op, slot) if each & (LOW | HIGH) else None
             if sign is not None:
                 bits |= flipped(each & (LOW | HIGH), sign)
         return bits
@@ -230,19 +223,14 @@ def _cast_down(op: Operator, name: str, dtype: str) -> bool:
 
 def _before_division(flow: Flow) -> frozenset[Variable]:
     """Tensors that a division, a logarithm or a negative power reads, at once or after what statistics do between."""
-    found: set[Variable] = set()
-    for op, name, read in reversed(flow.steps) if flow.kinds.keys() & {"Reciprocal", "Log", "Div", "Pow"} else ():
-        made = op.output(0)
-        ahead = made is not None and made in found
-        for slot, variable in enumerate(read):
-            if variable is None:
-                continue
-            yes = name in ("Reciprocal", "Log") or (name == "Div" and slot == 1)
-            yes |= name == "Pow" and slot == 0 and (flow.number(op.input(1)) or 0) < 0
-            yes |= ahead and (name in _DIVISORS or moves(op, slot) or (slot == 0 and name in ("Clip", "Div", "Pow")))
-            if yes:
-                found.add(variable)
-    return frozenset(found)
+
+    def passes(op: Operator, slot: int) -> bool:
+        name = op.full_type
+        return name in _DIVISORS or moves(op, slot) or (slot == 0 and name in ("Clip", "Div", "Pow"))
+
+    steps = flow.of("Reciprocal", "Log", "Div", "Pow")
+    divide = [step for step in steps if step[1] != "Pow" or (flow.number(step[0].input(1)) or 0) < 0]
+    return flow.before((read[name == "Div"] for _, name, read in divide), passes)
 
 
 def summed_terms(op: Operator, flow: Flow) -> int | None:

@@ -19,15 +19,14 @@ bfloat16 has the range of float32, so that only the squares remain there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Iterable
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.metadata import NORM
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import combined, moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
-from amp_transpiler.ir.types import LIMITS, SHORT
+from amp_transpiler.ir.types import SHORT
 from amp_transpiler.passes.numerics.carried_sums import carried_sums
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.masks import HIGH, LOW, Masks, less_its_top
@@ -39,10 +38,11 @@ from amp_transpiler.passes.numerics.overflow_propagation import (
     OverflowPropagation,
     summed_terms,
 )
+from amp_transpiler.passes.numerics.ranges import Ranges
 from amp_transpiler.passes.numerics.saturation import saturated
-from amp_transpiler.passes.numerics.weight_norms import LARGE, may_be_large, summed_axes, weight_norm
+from amp_transpiler.passes.numerics.weight_norms import LARGE, summed_axes, weight_norm
 from amp_transpiler.passes.view import constants
-from amp_transpiler.passes.view.flow import Flow
+from amp_transpiler.passes.view.flow import Step
 from amp_transpiler.passes.view.names import label, written_name
 
 #: A sum of so many terms is no more than as many Adds, which nobody keeps fp32.
@@ -55,33 +55,15 @@ _MEANS = frozenset({"Sqrt", "Mul", "Div", "Pow"})
 _LINEAR = frozenset({"Add", "Sub", "Mul", "Div", "Neg"})
 
 
-class Bounds(Protocol):
-    """Sound intervals of tensors, as the range analysis gives them."""
-
-    def bound(self, variable: Variable) -> tuple[float, float] | None:
-        """The interval in which every element lies; None where nothing is known."""
-
-    def within(self, variable: Variable, limit: float) -> bool:
-        """Whether every element is proved to lie in ``[-limit, limit]``."""
-
-
-def apply_overflow_rules(
-    program: Graph,
-    dtype: str,
-    ranges: Bounds,
-    constraints: Constraints,
-    flow: Flow | None = None,
-) -> None:
-    """Add to ``constraints`` what patterns and intervals rule out in ``dtype`` ("float16" or "bfloat16").
+def apply_overflow_rules(program: Graph, masks: Masks, ranges: Ranges, constraints: Constraints) -> None:
+    """Add to ``constraints`` what patterns and intervals rule out in a 16-bit type.
 
     Operators of the custom white list are the caller's business. The program is not changed, and what an earlier
-    conversion did to it makes no difference. Linear in its size. ``flow``: the program's, where there is one.
+    conversion did to it makes no difference. Linear in its size. ``masks`` (which say the type): the program's.
     """
-    flow, limit = flow or Flow(program), LIMITS[dtype].largest
-    masks = Masks(flow, limit)
-    propagation = OverflowPropagation(flow, dtype, constraints, masks, lambda v: ranges.within(v, limit))
-    held = [variable for variable in flow.uses if constants.may_hold(variable)]
-    far = any(_reaches(variable, limit, constraints.magnitudes) for variable in held)
+    flow, limit = masks.flow, masks.limit
+    propagation = OverflowPropagation(masks, constraints, lambda v: ranges.within(v, limit))
+    far = any(constraints.magnitudes.get(v, limit) >= limit for v in flow.uses if constants.may_hold(v))
     for variable, bit in masks.found.items() if far else ():
         propagation.mark(variable, bit, (None, Reason(Kind.MASK, variable.name)))
     rules = _OverflowRules(propagation, ranges)
@@ -103,7 +85,7 @@ def apply_overflow_rules(
 class _OverflowRules:
     """What each operator makes of ordinary operands."""
 
-    def __init__(self, propagation: OverflowPropagation, ranges: Bounds) -> None:
+    def __init__(self, propagation: OverflowPropagation, ranges: Ranges) -> None:
         self.flow, self.propagation, self.ranges, self.limit = propagation.flow, propagation, ranges, propagation.limit
         self.short, self.float16 = SHORT[propagation.dtype], propagation.dtype == "float16"
         self.magnitudes = propagation.constraints.magnitudes
@@ -112,19 +94,18 @@ class _OverflowRules:
         self.kinds: dict[str, bool] = {}
         #: The tensors that are squares of one tensor, and which.
         self.squares: dict[Variable, Variable] = {}
-        for op, name, read in self.flow.steps if self.flow.kinds.keys() & {"Mul", "Pow"} else ():
-            squared = self._squared(op, name, read) if name in ("Mul", "Pow") else None
-            made = None if squared is None else op.output(0)
-            if squared is not None and made is not None:
-                self.squares[made] = squared
-        self.summed = self.logged = self.cubed = frozenset[Variable]()
+        for op, name, read in self.flow.of("Mul", "Pow"):
+            made, is_square = op.output(0), read[0] is read[1] if name == "Mul" else self._exponent(op) == 2
+            if is_square and made is not None and read[0] is not None:
+                self.squares[made] = read[0]
+        self.summed = self.cubed = frozenset[Variable]()
         if self.squares:
-            self.summed = self._before(lambda op, name: _sums(op) or (name == "Pow" and self._exponent(op) == 0.5))
-            products = (read for _, name, read in self.flow.steps if name == "Mul" and self._cubes(read))
+            steps = self.flow.of("Pow", "Sqrt", having=lambda kind: kind.reduces in ("sum", "mean"))
+            self.summed = self._before(step for step in steps if step[1] != "Pow" or self._exponent(step[0]) == 0.5)
+            products = (read for _, _, read in self.flow.of("Mul") if self._cubes(read))
             self.cubed = frozenset(v for read in products for v in read if v is not None)
         self.saturated = saturated(self.flow, self.limit)
-        if "Log" in self.flow.kinds:
-            self.logged = self._before(lambda op, name: name == "Log")
+        self.logged = self._before(self.flow.of("Log"))
 
     def seed(self, op: Operator, name: str) -> tuple[int, Reason] | None:
         """What the operator makes (:mod:`.overflow_propagation`) and why it stays fp32; None where no rule applies."""
@@ -153,10 +134,8 @@ class _OverflowRules:
     def keep_subtracted_squares(self, constraints: Constraints) -> None:
         """A variance as the mean of squares less the square of the mean: what is left are the digits that both
         share least, so that the mean, back to its sum, stays fp32 as the squares do."""
-        for op, name, read in self.flow.steps if self.squares else ():
-            if name != "Sub" or not constraints.on(op):
-                continue
-            for squared in read:
+        for op, _, read in self.flow.of("Sub") if self.squares else ():
+            for squared in read if constraints.on(op) else ():
                 maker = squared.producer if squared is not None and squared in self.squares else None
                 why = Reason(Kind.SUBTRACTED_SQUARE, label(op))
                 while maker is not None and (moves(maker) or _sums(maker) or maker.full_type in _MEANS):
@@ -173,9 +152,9 @@ class _OverflowRules:
             return
         seen: set[tuple[Variable, bool]] = set()
         found = dict(self.squares)
-        for op, _, read in self.flow.steps:
+        for op, _, read in self.flow.of(having=lambda kind: kind.reduces in ("squares", "norm")):
             made = op.output(0)
-            if traits_of(op).reduces in ("squares", "norm") and made is not None and read[0] is not None:
+            if made is not None and read[0] is not None:
                 found[made] = read[0]
         for made, squared in found.items() if self.float16 else ():
             if made not in self.logged:
@@ -213,12 +192,6 @@ class _OverflowRules:
         return None if any(masks) else (MAY_OVERFLOW, why)  # a saturated mask lies within, whatever it was before
 
     # -- squares -----------------------------------------------------------------------------------------
-    def _squared(self, op: Operator, name: str, read: list[Variable | None]) -> Variable | None:
-        """The tensor that an elementwise operator squares."""
-        if name == "Mul" and read[0] is read[1]:
-            return read[0]
-        return read[0] if name == "Pow" and self.flow.number(op.input(1)) == 2 else None
-
     def _squares(self, op: Operator, made: Variable) -> tuple[int, Reason] | None:
         traits = traits_of(op)
         if made not in self.squares and traits.reduces != "squares" and traits.overflows_inside is None:
@@ -239,27 +212,18 @@ class _OverflowRules:
             return 0, Reason(Kind.POWERS_INSIDE, cause=power)
         return None
 
-    def _before(self, ends: Callable[[Operator, str], bool]) -> frozenset[Variable]:
+    def _before(self, ends: Iterable[Step]) -> frozenset[Variable]:
         """Tensors that are the first operand of such operators (a sum, a root), at once or after additions, factors
         and, on the way to a logarithm or a division, matrix products."""
-        found: set[Variable] = set()
-        for op, name, read in reversed(self.flow.steps):
-            made = op.output(0)
-            ahead = made is not None and made in found
-            for slot, variable in enumerate(read):
-                if variable is None:
-                    continue
-                yes = slot == 0 and ends(op, name)
-                yes |= ahead and (
-                    name in ("Add", "Sub", "Sum", "Mul", "Max", "Sqrt")
-                    or moves(op, slot)
-                    or traits_of(op).reduces == "sum"
-                    or (name in ("Div", "Clip") and not slot)
-                    or (made in self.propagation.divides and traits_of(op).product)
-                )
-                if yes:
-                    found.add(variable)
-        return frozenset(found)
+
+        def passes(op: Operator, slot: int) -> bool:
+            name, traits = op.full_type, traits_of(op)
+            if name in ("Add", "Sub", "Sum", "Mul", "Max", "Sqrt") or (name in ("Div", "Clip") and not slot):
+                return True
+            divides = traits.product and op.output(0) in self.propagation.divides
+            return moves(op, slot) or traits.reduces == "sum" or divides
+
+        return self.flow.before((v for _, _, read in ends for v in read[:1]), passes)
 
     def _combines(self, op: Operator, made: Variable) -> tuple[int, Reason] | None:
         """What adds up, or compares, as many elements as come to one place."""
@@ -301,15 +265,11 @@ class _OverflowRules:
         return Reason(traits.overflows) if traits.overflows is not None else None
 
     def _weight_norms(self, op: Operator) -> Reason | None:
-        variable = self.flow.inputs[op][1] if len(op.inputs) > 1 else None
-        known = None if variable is None else self.magnitudes.get(variable)
-        if variable is None or not may_be_large(variable, known):
-            return None
-        axes = summed_axes(op)
-        if not axes:
+        variable, axes = self.flow.inputs[op][1] if len(op.inputs) > 1 else None, summed_axes(op)
+        if variable is None or not axes:
             return None
         if (variable, axes) not in self.weight_norms:
-            self.weight_norms[variable, axes] = weight_norm(variable, axes, known)
+            self.weight_norms[variable, axes] = weight_norm(variable, axes, self.magnitudes.get(variable))
         norm = self.weight_norms[variable, axes]
         if norm < LARGE:
             return None
@@ -362,13 +322,6 @@ class _OverflowRules:
             return False
         sub = self._maker(op)
         return sub is not None and less_its_top(sub, self.flow)
-
-
-def _reaches(variable: Variable, limit: float, magnitudes: Mapping[Variable, float]) -> bool:
-    """Whether it is a constant that may hold a number as far out as the limit."""
-    if magnitudes.get(variable, limit) < limit:
-        return False
-    return constants.content(variable) is not None or constants.fill(variable.producer) is not None
 
 
 def _sums(op: Operator) -> bool:

@@ -30,13 +30,12 @@ def keep_places(flow: Flow, constraints: Constraints) -> None:
 
     What an earlier conversion did to the program makes no difference. Linear in its size.
     """
-    boxes = flow.kinds.keys() >= {"Min", "Max", "Sub"}
-    if not boxes and not any(kind.places for kind in flow.kinds.values()):
+    overlaps = [read for _, _, read in flow.of("Sub") if _is_overlap(read)]
+    if not overlaps and not flow.of(having=lambda kind: bool(kind.places)):
         return
     why = Reason(Kind.PLACES)
     #: What becomes places, and whether it holds them as it is.
     becomes: dict[Variable, bool] = {}
-    overlaps = [read for _, name, read in flow.steps if boxes and name == "Sub" and _is_overlap(read)]
     becomes |= {v: True for read in overlaps for v in read if v is not None}
     for op, _, _ in reversed(flow.steps):
         places = traits_of(op).places

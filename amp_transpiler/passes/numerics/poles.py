@@ -28,13 +28,10 @@ _BOUNDING = frozenset({"Clip", "Max", "Min", "Where"})
 
 def keep_from_poles(flow: Flow, dtype: str, constraints: Constraints) -> None:
     """Add to ``constraints`` the tensors between such bounds and the operators with poles, and a note of each bound."""
-    poles = flow.kinds.keys() & {"Div", "Pow"} or any(kind.poles for kind in flow.kinds.values())
-    bounding = _BOUNDING | {name for name, kind in flow.kinds.items() if kind.nears}
-    if not poles or flow.kinds.keys().isdisjoint(bounding):
+    if not flow.of("Div", "Pow", having=lambda kind: bool(kind.poles)):
         return
-    for op, name, _ in flow.steps:
-        made = op.output(0) if name in bounding else None
-        for bound, number in _bounds(op, name, flow) if made is not None else ():
+    for op, name, _ in flow.of(*_BOUNDING, having=lambda kind: kind.nears):
+        for bound, number in _bounds(op, name, flow):
             if math.isfinite(number) and _rounded(number, dtype) != number:
                 _follow(op, bound, number, flow, dtype, constraints)
 

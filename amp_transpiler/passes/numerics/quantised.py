@@ -17,6 +17,7 @@ from amp_transpiler.lists import TARGET_OPSET
 from amp_transpiler.ops.fake_quantize import quantizer
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.numerics.constraints import Constraints
+from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import written_name
 from amp_transpiler.warn import warn_user
 
@@ -68,11 +69,11 @@ def _readers(variable: Variable | None) -> Sequence[tuple[Operator, int | str]]:
     return () if variable is None else variable.readers
 
 
-def keep_quantised(program: Graph, constraints: Constraints) -> None:
+def keep_quantised(flow: Flow, constraints: Constraints) -> None:
     """Constrain to fp32 each Concat of dequantised tensors that is quantised, and what quantises around it."""
-    for op in program.walk():
-        made = op.output(0)
-        if op.full_type != "Concat" or made is None or made in made.program.outputs:
+    for op, _, _ in flow.of("Concat"):
+        made = op.outputs[0]
+        if made is None or made in made.program.outputs:
             continue
         before = [None if v is None else v.producer for v in op.inputs]
         behind: list[Operator | None] = [reader for reader, _ in made.readers]

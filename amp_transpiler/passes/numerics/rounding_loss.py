@@ -19,14 +19,13 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves, traits_of
 from amp_transpiler.ir.reasons import Kind, Reason
-from amp_transpiler.ir.tensors import as_array, release
+from amp_transpiler.ir.tensors import release
 from amp_transpiler.ir.types import FLOATS, LIMITS, SHORT, element_type, numpy_dtype
 from amp_transpiler.passes.numerics.constraints import ConstantNote, Constraints
-from amp_transpiler.passes.numerics.extremes import Extremes, extremes
+from amp_transpiler.passes.numerics.extremes import Extremes
 from amp_transpiler.passes.numerics.masks import HIGH, LOW, Masks
 from amp_transpiler.passes.numerics.overflow_propagation import BEYOND, MAY_OVERFLOW, VANISHING, OverflowPropagation
 from amp_transpiler.passes.view import constants
-from amp_transpiler.passes.view.flow import Flow
 from amp_transpiler.passes.view.names import source
 from amp_transpiler.passes.view.reached import reached
 from amp_transpiler.passes.view.typing import Obstacle, is_float, narrowed, programs
@@ -41,22 +40,14 @@ CHUNK = 1 << 17
 ADDEND, BIAS, FACTOR = "addend", "bias", "factor"
 
 
-def check_constants(
-    program: Graph,
-    dtype: str,
-    constraints: Constraints,
-    flow: Flow | None = None,
-    small: Mapping[Variable, Extremes] | None = None,
-) -> None:
-    """Add to ``constraints`` the constants that ``dtype`` does not hold ("float16" or "bfloat16"), a note of each, and
-    the magnitudes of all.
+def check_constants(program: Graph, masks: Masks, constraints: Constraints, small: Mapping[Variable, Extremes]) -> None:
+    """Add to ``constraints`` the constants that a 16-bit type does not hold, a note of each, and the magnitudes of all.
 
     Every constant that an operator would read in 16 bit is read once, in small chunks. Infinities and NaN are what
     they are in any format. The program is not changed: see :func:`.constants.saturate` for ``constraints.replaced``.
-    ``flow`` and ``small``: those of the program, where the caller has them.
+    ``masks`` (which say the type) and ``small``: those of the program.
     """
-    small = extremes(program) if small is None else small
-    _RoundingLoss(program, dtype, constraints, flow or Flow(program)).check(small)
+    _RoundingLoss(program, masks, constraints).check(small)
 
 
 @dataclass
@@ -131,10 +122,9 @@ def relative_error(array: np.ndarray, dtype: str) -> float:
 
 
 class _RoundingLoss:
-    def __init__(self, program: Graph, dtype: str, constraints: Constraints, flow: Flow) -> None:
-        self.program, self.dtype, self.constraints = program, dtype, constraints
-        self.short, self.limit = SHORT[dtype], LIMITS[dtype].largest
-        self.flow, self.masks = flow, Masks(flow, self.limit)
+    def __init__(self, program: Graph, masks: Masks, constraints: Constraints) -> None:
+        self.program, self.masks, self.constraints = program, masks, constraints
+        self.flow, self.dtype, self.short, self.limit = masks.flow, masks.dtype, SHORT[masks.dtype], masks.limit
         #: Constants that stay fp32, for :class:`.OverflowPropagation`.
         self.kept: dict[Variable, tuple[int, Reason]] = {}
 
@@ -167,7 +157,7 @@ class _RoundingLoss:
                 self._underflow(variable, array, found)
             release(constants.content(variable))
         if self.kept:
-            propagation = OverflowPropagation(self.flow, self.dtype, self.constraints, self.masks, lambda v: False)
+            propagation = OverflowPropagation(self.masks, self.constraints, lambda v: False)
             for variable, (bits, why) in self.kept.items():
                 propagation.mark(variable, bits, (None, why))
             propagation.sweep(lambda op, name: None)
@@ -263,8 +253,5 @@ def _role(op: Operator, slot: int) -> str:
 
 def _content(variable: Variable) -> np.ndarray | None:
     """The floating-point content of a constant, or the element that a ConstantOfShape writes."""
-    array = constants.fill(variable.producer)
-    if array is None:
-        content = constants.content(variable)
-        array = as_array(content) if content is not None else None
+    array = constants.values(variable)
     return array if array is not None and element_type(array.dtype) in FLOATS else None

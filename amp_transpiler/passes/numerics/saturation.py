@@ -25,9 +25,8 @@ def saturated(flow: Flow, limit: float) -> frozenset[Variable]:
     Nothing else reads them.
     """
     found: set[Variable] = set()
-    for op, name, read in flow.steps if "Tanh" in flow.kinds else ():
-        end = read[0] if name == "Tanh" else None
-        for x, taken in polynomials(end) if end is not None else ():
+    for op, _, (end,) in flow.of("Tanh"):
+        for x, taken in polynomials(end):
             if max(taken, default=0) > 1 and end is not None:
                 found |= _between(flow, op, end, x, taken, limit)
     return frozenset(found)

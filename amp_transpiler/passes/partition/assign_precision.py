@@ -8,7 +8,7 @@ cast at most once in each direction, however many operators read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, replace
 
 from amp_transpiler.ir.graph import Graph
@@ -218,8 +218,8 @@ class _Choices(Rules):
     def _free_dequantised(self, found: dict[Operator, Decision | Free]) -> None:
         """Free what the white list binds and reads nothing but what a DequantizeLinear in fp32 brings back: casts may
         move more than 16 bit saves, and runtimes that compute with the integers look for a product right behind."""
-        bound = frozenset() if self._literal else self.lists.white_list - self.lists.custom_white_list
-        for op, choice in found.items():
+        bound = self.lists.white_list - self.lists.custom_white_list
+        for op, choice in found.items() if not self._literal and any(map(_is_dequantizer, found)) else ():
             if op.full_type in bound and isinstance(choice, Decision) and choice.precision == self.dtype:
                 read = [source(v) for v in op.inputs if v is not None and is_float(v)]
                 makers = [v.producer for v in read if not constants.is_constant(v)]
@@ -229,11 +229,13 @@ class _Choices(Rules):
     def _bind_isolated(self, found: dict[Operator, Decision | Free]) -> None:
         """Leave free operators unchanged that no chain of free ones joins to what 16 bit is for: in mode "mixed" to an
         operator that is bound to it, in "pure" to one that does more than hand numbers on, as from input to output."""
-        edges = _neighbours(found)
-        seeds = [op for op, choice in found.items() if self._is_seed(op, choice)]
-        joined = set(reached(seeds, lambda op: (near for near in edges.get(op, ()) if isinstance(found[near], Free))))
-        for op, choice in found.items():
-            if isinstance(choice, Free) and op not in joined:
+        seeds = {op for op, choice in found.items() if self._is_seed(op, choice)}
+        others = {op: choice for op, choice in found.items() if isinstance(choice, Free) and op not in seeds}
+        edges = _neighbours(found, others) if others else {}
+        starts = [op for op in others if not seeds.isdisjoint(edges.get(op, ()))]
+        joined = set(reached(starts, lambda op: (near for near in edges[op] if near in others)))
+        for op, choice in others.items():
+            if op not in joined:
                 found[op] = self.full(op, Reason(Kind.NO_NEIGHBOUR)) if op.full_type != "Cast" else choice.full
 
     def _is_seed(self, op: Operator, choice: Decision | Free) -> bool:
@@ -251,21 +253,25 @@ class _Choices(Rules):
         return not any(v.dtype == self.dtype or constants.is_constant(v) or v.name in self.narrow_io for v in numbers)
 
 
+def _is_dequantizer(op: Operator) -> bool:
+    return op.type == "DequantizeLinear"
+
+
 def _dequantises(op: Operator, choice: Decision | Free | None) -> bool:
     """Whether the operator brings integers back, in fp32 whatever else is decided."""
-    return op.type == "DequantizeLinear" and isinstance(choice, Decision) and choice.precision == "float32"
+    return _is_dequantizer(op) and isinstance(choice, Decision) and choice.precision == "float32"
 
 
-def _neighbours(found: dict[Operator, Decision | Free]) -> dict[Operator, list[Operator]]:
-    """Operators that share a floating-point tensor, or integers that one makes of them and the other brings back;
-    constants left out."""
+def _neighbours(operators: Iterable[Operator], among: Container[Operator]) -> dict[Operator, list[Operator]]:
+    """With which operators those ``among`` them share a floating-point tensor, or integers that one makes of them and
+    the other brings back; constants left out."""
     edges: dict[Operator, list[Operator]] = {}
-    for op in found:
+    for op in operators:
         for variable in () if op.inserted else op.inputs:
-            if variable is None or not (is_float(variable) or op.type == "DequantizeLinear"):
+            maker = None if variable is None else source(variable).producer
+            if maker is None or variable is None or not (op in among or maker in among):
                 continue
-            maker = source(variable).producer
-            if maker is not None and maker in found and not constants.is_constant(source(variable)):
+            if (is_float(variable) or _is_dequantizer(op)) and not constants.is_constant(source(variable)):
                 edges.setdefault(op, []).append(maker)
                 edges.setdefault(maker, []).append(op)
     return edges

@@ -19,13 +19,15 @@ from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.lists.paddle import paddle_arguments
+from amp_transpiler.passes.canonicalize.floored_sums import write_shares
+from amp_transpiler.passes.canonicalize.unit_vectors import write_unit_vectors
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.known import training_constraints
 from amp_transpiler.passes.numerics.mask_constants import saturate_masks
 from amp_transpiler.passes.precision.casts import apply
-from amp_transpiler.passes.precision.lengths import write_lengths
-from amp_transpiler.passes.precision.rules import BLACK, Decision, Rules, check_program
+from amp_transpiler.passes.precision.rules import BLACK, Decision, Rules, black_operators, check_program
 from amp_transpiler.passes.view.names import label, source
+from amp_transpiler.passes.view.typing import programs
 
 
 @paddle_arguments("cast_model_to_fp16")
@@ -81,11 +83,24 @@ def cast_model_to_fp16(
     with unchanged_on_error(program):
         saturate_masks(program, lists.dtype)
         if numeric_guards:
-            write_lengths(program, lists, use_fp16_guard)
+            _write_lengths(program, lists, use_fp16_guard)
         constraints = training_constraints(program, lists.dtype, like) if numeric_guards else Constraints()
         pure = _Pure(program, lists, use_fp16_guard, constraints)
         stored = {} if like is None else {v.name: v.dtype for v in like.variables if v.persistable}
         return apply(program, pure.decide_all(pure.decide), lists, narrow_parameters=True, stored=stored)
+
+
+def _write_lengths(program: Graph, lists: AutoMixedPrecisionLists, use_fp16_guard: bool) -> None:
+    """Let vectors be divided by their lengths, and shares by their sums, by an operator that squares in fp32 inside, in
+    place, where the lists and the guard put all of it in float16: written out, and with a least length of 1e-12, it is
+    fp32 tensors between casts."""
+    if lists.dtype != "float16":
+        return
+    kept = {op for op in program.walk() if op.full_type in lists.custom_black_list or (use_fp16_guard and not op.guard)}
+    keep = frozenset(kept | black_operators(program, lists).keys())
+    for each in list(programs(program)):
+        write_unit_vectors(each, frozenset(lists.black_varnames), keep)
+        write_shares(each, frozenset(lists.black_varnames), keep)
 
 
 class _Pure(Rules):

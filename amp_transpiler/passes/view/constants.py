@@ -166,12 +166,19 @@ def fill(op: Operator | None) -> np.ndarray | None:
     return as_array(op.attrs["value"]) if "value" in op.attrs else np.zeros(1, np.float32)
 
 
+def values(variable: Variable) -> np.ndarray | None:
+    """The content of a variable as an array, or the element that its ConstantOfShape writes; None of others."""
+    data = fill(variable.producer)
+    if data is None:
+        data = content(variable)
+    return None if data is None else as_array(data)
+
+
 def saturate(variable: Variable, limit: float) -> None:
     """Let no finite element of the constant (or of what a ConstantOfShape writes) lie beyond ``limit`` (below it
     where that is negative)."""
-    array = fill(variable.producer)
-    if array is None:
-        array = as_array(content(variable))
+    array = values(variable)
+    assert array is not None
     bound = np.asarray(limit, array.dtype)
     beyond = np.isfinite(array) & (array < bound if limit < 0 else array > bound)
     replace(variable, np.where(beyond, bound, array))

@@ -6,7 +6,7 @@ Also what every such question needs: which numbers constants hold.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from amp_transpiler.ir.control import crossings
 from amp_transpiler.ir.graph import Graph
@@ -17,10 +17,13 @@ from amp_transpiler.ir.traits import Traits
 from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.names import source
+from amp_transpiler.passes.view.reached import reached
 from amp_transpiler.passes.view.typing import is_float
 
 #: How far a constant is followed back through operators that move it.
 _HOPS = 8
+
+Step = tuple[Operator, str, list[Variable | None]]
 
 
 class Flow:
@@ -35,7 +38,7 @@ class Flow:
     """
 
     def __init__(self, program: Graph) -> None:
-        self.steps: list[tuple[Operator, str, list[Variable | None]]] = []
+        self.steps: list[Step] = []
         self.inputs: dict[Operator, list[Variable | None]] = {}
         self.uses: dict[Variable, list[tuple[Operator, int]]] = {}
         self.results: dict[Variable, list[Variable]] = {}
@@ -73,6 +76,29 @@ class Flow:
         if variable not in self._numbers:
             self._numbers[variable] = self._read(variable)
         return self._numbers[variable]
+
+    def of(self, *names: str, having: Callable[[Traits], bool] = lambda kind: False) -> list[Step]:
+        """The steps of operators of these types, and of those that have such traits."""
+        wanted = {name for name, kind in self.kinds.items() if name in names or having(kind)}
+        return [step for step in self.steps if step[1] in wanted] if wanted else []
+
+    def readers(self, variables: Iterable[Variable]) -> list[Operator]:
+        """The operators that read these tensors, once for each slot."""
+        return [op for variable in variables for op, _ in self.uses.get(variable, ())]
+
+    def before(self, ends: Iterable[Variable | None], passes: Callable[[Operator, int], bool]) -> frozenset[Variable]:
+        """These tensors, and those of which operators make them, as their first result, in slots that ``passes``."""
+
+        def made_of(made: Variable) -> Iterable[Variable | None]:
+            op = made.producer
+            read = self.inputs.get(op, ()) if op is not None and op.output(0) is made else ()
+            return [v for slot, v in enumerate(read) if op is not None and passes(op, slot)]
+
+        return frozenset(reached((v for v in ends if v is not None), made_of))
+
+    def beyond(self, variable: Variable) -> list[Variable]:
+        """What the tensor becomes outside of a nested graph, and inside of others."""
+        return [*self.results.get(variable, ()), *self.entries.get(variable, ())]
 
     def integers(self, variable: Variable | None) -> list[int] | None:
         """The content of a constant of a few integers; None for anything else."""
