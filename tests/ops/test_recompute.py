@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 import amp_transpiler as amp
@@ -306,3 +308,22 @@ def test_a_recomputed_clip_is_not_one_of_gradients() -> None:
         amp.decorate(amp.optimizer.SGD(0.1), init_loss_scaling=8.0).minimize(F.mean(F.square(h)))
     assert any(op.type == "Clip" and op.reason.startswith("recomputed") for op in main.operators)
     amp.check_step(main)
+
+
+def test_axes_that_constant_operators_make_are_known_to_the_gradients() -> None:
+    net = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 18]>
+        net (float[4, 3] x) => (float[4, 3] y) <float[3, 3] w = {1, 2, 3, -1, 0, 1, 2, -2, 1}> {
+            h = MatMul(x, w)  axes = Constant<value_ints = [1]>()  n = ReduceL2(h, axes)  z = Div(h, n)  y = Sin(z) }""")
+
+    def trained(ask: bool) -> dict[str, Any]:
+        main, scope, executor = amp.Program.from_onnx(net), amp.Scope(), amp.Executor(threads=1)
+        with amp.program_guard(main, main.startup), amp.unique_name.guard():
+            if ask:
+                amp.recompute(main, ["h", "y"])
+            amp.optimizer.SGD(0.1).minimize(F.mean(main.outputs[0]))
+        assert ask == any(op.reason.startswith("recomputed") for op in main.operators)
+        executor.run(main.startup, scope=scope)
+        executor.run(main, {"x": np.arange(12, dtype=np.float32).reshape(4, 3) / 10}, scope=scope)
+        return {name: scope.find_var(name) for name in scope.var_names()}
+
+    assert_equal_bits(trained(ask=True), trained(ask=False))

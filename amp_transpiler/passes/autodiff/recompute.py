@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from amp_transpiler.ir.constant_data import held_data
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import BACKWARD, FORWARD, OWN, Operator, Variable
 from amp_transpiler.ir.opdef import lowering_rule_of, traits_of
@@ -147,7 +148,8 @@ class _Copier:
         if variable.key in self.copies:
             return self.copies[variable.key]
         # Running statistics change: a kernel that writes over them must get a copy of its own.
-        fixed = variable.is_constant or (variable.persistable and variable not in self.program.updates)
+        updated = variable in self.program.updates
+        fixed = not updated if variable.persistable else held_data(variable) is not None
         made_here = variable.producer is not None and variable.producer.key in self.inside
         if fixed or (made_here and self._recomputed(variable)):
             return variable  # in the second case what makes it reads parameters and constants alone
