@@ -190,20 +190,23 @@ def lowering_rule(
     native: bool = False,
     when: Callable[[Operator], bool] | None = None,
     kernels: str = "",
+    itself: bool = False,
     infer: Infer | None = None,
     slots: Slots | None = None,
 ) -> Callable[[AnyRule], AnyRule]:
     """Register the decorated function as the lowering rule of operators: ``f(e, op, *inputs) -> [outputs]``.
 
-    It is for operators that ``when`` names, and on places without the trait ``kernels`` for all of the type. With
-    ``slots`` and without ``infer`` every output is the new value of an input, of its element type and shape.
+    It is for operators that ``when`` names, and on places without the trait ``kernels`` for all of the type. One that
+    makes the operator ``itself``, in another form, does not stand for a kernel. With ``slots`` and without ``infer``
+    every output is the new value of an input, of its element type and shape.
     """
 
     def register(function: AnyRule) -> AnyRule:
         for full_type in full_types:
             found = entry(full_type)
             found.lowering, found.native, found.when, found.kernels = function, native, when, kernels
-            written_out(full_type)
+            if not itself:
+                written_out(full_type)
             if slots is not None:
                 found.slots = slots
                 found.infer = lambda op: [None if v is None else (v.dtype, v.shape) for v in slots.states(op.inputs)]
