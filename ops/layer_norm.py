@@ -76,7 +76,7 @@ def _layer_types(op: Operator) -> Types:
     return [(data.dtype, data.shape), ("float32", shape), ("float32", shape)]
 
 
-@lowering_rule("LayerNormalization", native=True, when=mixes_types, infer=_layer_types)
+@lowering_rule("LayerNormalization", native=True, when=mixes_types, itself=True, infer=_layer_types)
 def layer_normalization(e: Emitter, op: Operator, x: Value, scale: Value, bias: Value | None = None) -> Sequence[Any]:
     """The operator itself; scale and bias kept in fp32 are rounded to the type of X, as its schema demands one type."""
     outputs = max(i + 1 for i, v in enumerate(op.outputs) if v is not None)
@@ -123,7 +123,7 @@ def layer_normalization_gradient(e: Emitter, op: Operator, x: Value, scale: Valu
 
 
 # -- InstanceNormalization and GroupNormalization ------------------------------------------------------
-@lowering_rule("InstanceNormalization", native=True, when=mixes_types, infer=_like_data)
+@lowering_rule("InstanceNormalization", native=True, when=mixes_types, itself=True, infer=_like_data)
 def instance_normalization(e: Emitter, op: Operator, x: Value, scale: Value, bias: Value) -> Sequence[Any]:
     """The operator itself; scale and bias kept in fp32 are rounded to the type of X, as its schema demands one type."""
     epsilon = epsilon_of(op)

@@ -31,7 +31,7 @@ def _rounds(op: Operator) -> bool:
     return scales is not None and bool((scales * 2.0**12 % 1 != 0).any())
 
 
-@lowering_rule("Resize", native=True, when=_rounds)
+@lowering_rule("Resize", native=True, when=_rounds, itself=True)
 def sized(
     e: Emitter, op: Operator, x: Value, roi: Value | None, scales: Value | None, sizes: Value | None = None
 ) -> list[Value] | None:

@@ -190,20 +190,23 @@ def lowering_rule(
     native: bool = False,
     when: Callable[[Operator], bool] | None = None,
     kernels: str = "",
+    itself: bool = False,
     infer: Infer | None = None,
     slots: Slots | None = None,
 ) -> Callable[[AnyRule], AnyRule]:
     """Register the decorated function as the lowering rule of operators: ``f(e, op, *inputs) -> [outputs]``.
 
-    It is for operators that ``when`` names, and on places without the trait ``kernels`` for all of the type. With
-    ``slots`` and without ``infer`` every output is the new value of an input, of its element type and shape.
+    It is for operators that ``when`` names, and on places without the trait ``kernels`` for all of the type; with
+    ``itself`` it makes that operator in another form, and stands for no kernel. With ``slots`` and without ``infer``
+    every output is the new value of an input, of its element type and shape.
     """
 
     def register(function: AnyRule) -> AnyRule:
         for full_type in full_types:
             found = entry(full_type)
             found.lowering, found.native, found.when, found.kernels = function, native, when, kernels
-            written_out(full_type)
+            if not itself:
+                written_out(full_type)
             if slots is not None:
                 found.slots = slots
                 found.infer = lambda op: [None if v is None else (v.dtype, v.shape) for v in slots.states(op.inputs)]
@@ -349,8 +352,7 @@ def combined(op: Operator) -> str:
 def flops(*full_types: str) -> Callable[[Flops], Flops]:
     """Register how many additions and multiplications operators take: ``f(attributes, input shapes, output shapes)``.
 
-    For sums of products alone. What else there is computes a few times for each element that it moves, and takes as
-    long as that does.
+    For sums of products alone. What else there is computes little for each element that it moves: that takes the time.
     """
 
     def register(function: Flops) -> Flops:
@@ -369,8 +371,7 @@ def flops_of(type_: str, domain: str = "") -> Flops | None:
 
 def channel_rule(full_type: str) -> Callable[[Rule], Rule]:
     """Register what a place runs for an operator whose first input lies in rows (ops/channel_rows.py):
-    ``f(e, op, *inputs) -> [outputs]``, an empty list where this form of the operator is not served.
-    ``e.output_shapes`` has the shapes of the outputs.
+    ``f(e, op, *inputs) -> [outputs]``, an empty list where the form is not served. ``e.output_shapes`` are theirs.
     """
 
     def register(function: Rule) -> Rule:

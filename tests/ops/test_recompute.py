@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 import amp_transpiler as amp
@@ -306,3 +308,36 @@ def test_a_recomputed_clip_is_not_one_of_gradients() -> None:
         amp.decorate(amp.optimizer.SGD(0.1), init_loss_scaling=8.0).minimize(F.mean(F.square(h)))
     assert any(op.type == "Clip" and op.reason.startswith("recomputed") for op in main.operators)
     amp.check_step(main)
+
+
+#: What gradients have to know before the run: axes in a Constant operator, and sizes that are computed of an open one.
+KNOWN = {
+    "axes": ("N, 3", "axes = Constant<value_ints = [1]>()  n = ReduceL2(h, axes)  z = Div(h, n)  y = Sin(z)"),
+    "sizes": (
+        "N, 1, 3",
+        "n = Shape<end = 1>(x)  rest = Constant<value_ints = [1, 3]>()  sizes = Concat<axis = 0>(n, rest)"
+        "  t = Tanh(h)  z = Reshape(t, sizes)  y = Sin(z)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_gradients_know_of_sizes_and_axes_they_know_in_a_part_that_is_computed_again(name: str) -> None:
+    shape, nodes = KNOWN[name]
+    net = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : 18]>
+        net (float[N, 3] x) => (float[{shape}] y) <float[3, 3] w = {{1, 2, 3, -1, 0, 1, 2, -2, 1}}> {{
+            h = MatMul(x, w)  {nodes} }}""")
+
+    def trained(ask: bool) -> dict[str, Any]:
+        main, scope, executor = amp.Program.from_onnx(net), amp.Scope(), amp.Executor(threads=1)
+        with amp.program_guard(main, main.startup), amp.unique_name.guard():
+            if ask:
+                amp.recompute(main, ["h", "y"])
+            amp.optimizer.SGD(0.1).minimize(F.mean(main.outputs[0]))
+        assert ask == any(op.reason.startswith("recomputed") for op in main.operators)
+        executor.run(main.startup, scope=scope)
+        for size in (4, 2):
+            executor.run(main, {"x": np.arange(3 * size, dtype=np.float32).reshape(size, 3) / 10}, scope=scope)
+        return {name: scope.find_var(name) for name in scope.var_names()}
+
+    assert_equal_bits(trained(ask=True), trained(ask=False))

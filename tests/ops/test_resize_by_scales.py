@@ -10,6 +10,8 @@ import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.nn import functional as F
+from amp_transpiler.passes.lowering.lowering import lower
+from tests.helpers.cuda_kernels import without_cuda_kernel
 from tests.helpers.sessions import session
 
 #: 24 to 10 is one that ONNX's inference takes for 9.
@@ -100,3 +102,15 @@ def test_scales_may_be_numbers_of_a_constant() -> None:
                 r = Resize<mode = "linear">(x, , s)  y = Flatten(r) }}""")
     )
     assert program.var("y").shape == ("B", 2 * RESIZED * RESIZED)
+
+
+@pytest.mark.parametrize("scale", [2.0, SCALE])
+def test_bfloat16_which_no_kernel_takes_stays_fp32(scale: float) -> None:
+    main, startup = amp.Program(), amp.Program("startup")
+    with amp.program_guard(main, startup), amp.unique_name.guard():
+        wide = amp.nn.fc(amp.data("x", [4, 8]), 6 * SIZE)
+        loss = F.mean(F.square(F.interpolate(F.reshape(wide, [4, 1, 6, SIZE]), scale_factor=scale, mode="bilinear")))
+        optimizer = amp.optimizer.SGD(0.1, multi_precision=True)
+        amp.decorate(optimizer, use_pure_fp16=True, use_fp16_guard=False, dtype="bfloat16").minimize(loss, startup)
+    assert [op.precision for op in main.operators if op.type == "Resize"] == ["float32"]
+    assert not without_cuda_kernel(lower(main, "cuda", {}, [loss]).model)

@@ -39,6 +39,7 @@ def insert(program: Graph, loss: Variable, segments: Sequence[Segment], made: Ma
     that are kept whatever the segments say.
     """
     kept = stays | {v.key for v in program.updates.values()} | {v.key for v in program.outputs}
+    sizes = _of_sizes(program)
     of = {op.key: segment for segment in segments for op in segment.operators if _repeatable(op)}
     gradients: dict[int, list[tuple[Operator, Operator]]] = {}
     for gradient, forward in made:
@@ -47,7 +48,7 @@ def insert(program: Graph, loss: Variable, segments: Sequence[Segment], made: Ma
     copies = 0
     for segment in segments:
         inside = {op.key for op in segment.operators if of.get(op.key) is segment}
-        copies += _Copier(program, loss, segment, inside, kept).run(gradients.get(id(segment), []))
+        copies += _Copier(program, loss, segment, inside, kept, sizes).run(gradients.get(id(segment), []))
     return copies
 
 
@@ -55,11 +56,24 @@ def _repeatable(op: Operator) -> bool:
     return op.role == FORWARD and not traits_of(op).random and not op.attrs.graphs
 
 
+def _of_sizes(program: Graph) -> set[int]:
+    """The variables that are computed of sizes and constants alone, which gradients may have to know before the run."""
+    found: set[int] = set()
+    for op in program.operators:
+        known = all(v is None or v.is_constant or v.key in found for v in op.inputs)
+        if traits_of(op).shape_only or (known and _repeatable(op)):
+            found |= {v.key for v in op.outputs if v is not None}
+    return found
+
+
 class _Copier:
     """Copies what the gradients of one segment need of it."""
 
-    def __init__(self, program: Graph, loss: Variable, segment: Segment, inside: set[int], kept: set[int]) -> None:
-        self.program, self.loss, self.segment, self.inside, self.kept = program, loss, segment, inside, kept
+    def __init__(
+        self, program: Graph, loss: Variable, segment: Segment, inside: set[int], kept: set[int], sizes: set[int]
+    ) -> None:
+        self.program, self.loss, self.segment = program, loss, segment
+        self.inside, self.kept, self.sizes = inside, kept, sizes
         self.copies: dict[int, Variable] = {}  # variable -> its recomputed or late form
         self.late: dict[int, Variable] = {}
         self.known: dict[int, bool] = {}
@@ -147,7 +161,8 @@ class _Copier:
         if variable.key in self.copies:
             return self.copies[variable.key]
         # Running statistics change: a kernel that writes over them must get a copy of its own.
-        fixed = variable.is_constant or (variable.persistable and variable not in self.program.updates)
+        known = variable.is_constant or variable.key in self.sizes
+        fixed = known or (variable.persistable and variable not in self.program.updates)
         made_here = variable.producer is not None and variable.producer.key in self.inside
         if fixed or (made_here and self._recomputed(variable)):
             return variable  # in the second case what makes it reads parameters and constants alone
