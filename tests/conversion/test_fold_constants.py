@@ -348,3 +348,11 @@ def test_a_shape_that_the_file_says_of_a_copy_stays_known() -> None:
     assert types(after) == ["Reshape", "Relu"]
     (info,) = (info for info in after.graph.value_info if info.name == "r")
     assert [d.dim_value for d in info.type.tensor_type.shape.dim] == [4, 5]
+
+
+def test_a_number_that_was_copied_to_an_output_is_one() -> None:
+    """It has a shape without sizes, where that of what it was copied from is not known."""
+    before = model("(float[3] x, int64[k] axes) => (float y) { m = ReduceSum<keepdims = 0>(x, axes)  y = Identity(m) }")
+    before.opset_import[0].version = 18
+    after = amp.convert(before).to_onnx()
+    assert types(after) == ["ReduceSum"] and after.graph.output[0].type.tensor_type.HasField("shape")
