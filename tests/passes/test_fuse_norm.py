@@ -261,8 +261,15 @@ net (float[2,4,6] x, bool c) => (float[2,4,6] y)
 }"""
 
 
-def test_norms_in_branches_are_operators_too() -> None:
-    model, _ = behind_weights(onnx.parser.parse_model(BRANCHES))
+#: With numbers outside of the branches, as exporters put them.
+CAPTURED = BRANCHES.replace(" eps = Constant <value_float: float = 1e-6> ()", "").replace(
+    "0.3}>", "0.3}, float eps = {1e-6}>"
+)
+
+
+@pytest.mark.parametrize("text", [BRANCHES, CAPTURED], ids=["constants of its own", "constants from outside"])
+def test_norms_in_branches_are_operators_too(text: str) -> None:
+    model, _ = behind_weights(onnx.parser.parse_model(text))
     converted = amp.convert(model)
     one, two = next(op for op in converted.operators if op.type == "If").attrs.programs
     assert "LayerNormalization" in {op.type for op in one.operators}

@@ -57,9 +57,14 @@ def holds(variable: Variable | None, wanted: float) -> bool:
 
 
 def only_reader(variable: Variable | None) -> Operator | None:
-    """The operator that alone reads what nobody outside the program sees."""
+    """The operator that alone reads what nobody outside the program sees, nor another graph where it is captured."""
     if variable is None or len(variable.readers) != 1 or variable in variable.program.outputs:
         return None
+    outer, holder = variable.outer, variable.program.parent
+    if outer is not None and holder is not None:
+        inside = sum(v.outer is outer for each in holder.attrs.programs for v in each.variables)
+        if inside != 1 or only_reader(outer) is None:
+            return None
     return variable.readers[0][0]
 
 
@@ -135,7 +140,14 @@ def remove(last: Operator, needed: set[Variable]) -> None:
 
 
 def drop_unread(variable: Variable) -> None:
-    """Remove a constant that nothing reads; nothing else."""
-    unread = variable.producer is None and not variable.program.graph.degree(variable.key)
-    if unread and variable.data is not None and not (variable.persistable or variable.is_input):
-        variable.program.remove_variable(variable)
+    """Remove a constant that nothing reads, and what stands for it in nested graphs; nothing else."""
+    program, outer = variable.program, variable.outer
+    if variable.producer is not None or program.graph.degree(variable.key) or variable in program.outputs:
+        return
+    if outer is not None and program.parent is not None:
+        program.remove_variable(variable)
+        if not any(v.outer is outer for each in program.parent.attrs.programs for v in each.variables):
+            program.parent.remove_capture(outer)
+            drop_unread(outer)
+    elif variable.data is not None and not (variable.persistable or variable.is_input):
+        program.remove_variable(variable)
