@@ -141,13 +141,16 @@ def remove(last: Operator, needed: set[Variable]) -> None:
 
 def drop_unread(variable: Variable) -> None:
     """Remove a constant that nothing reads, and what stands for it in nested graphs; nothing else."""
-    program, outer = variable.program, variable.outer
-    if variable.producer is not None or program.graph.degree(variable.key) or variable in program.outputs:
+    program, outer, op = variable.program, variable.outer, variable.producer
+    if variable.readers or variable in program.outputs:
         return
-    if outer is not None and program.parent is not None:
+    if op is not None and op.full_type == "Constant":
+        program.remove_operator(op)
+        program.remove_variable(variable)
+    elif outer is not None and program.parent is not None:
         program.remove_variable(variable)
         if not any(v.outer is outer for each in program.parent.attrs.programs for v in each.variables):
             program.parent.remove_capture(outer)
             drop_unread(outer)
-    elif variable.data is not None and not (variable.persistable or variable.is_input):
+    elif op is None and variable.data is not None and not (variable.persistable or variable.is_input):
         program.remove_variable(variable)
