@@ -15,7 +15,7 @@ import numpy as np
 from amp_transpiler.ir.constant_data import constant_array
 from amp_transpiler.ir.decompose import Entry, Parts
 from amp_transpiler.ir.infer import static
-from amp_transpiler.ir.nodes import Operator, Variable, origin
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ops.common import Maybe
 from amp_transpiler.ops.elementwise import limited
 from amp_transpiler.ops.norm_parts import epsilon_of
@@ -159,7 +159,7 @@ def affine_map(norm: Operator) -> tuple[np.ndarray, np.ndarray] | None:
     """The factor of each channel, and what is added to it, of a BatchNormalization by constants, in float64."""
     if _trains(norm) or len(norm.inputs) != 5:
         return None
-    held = [constant_array(origin(v), _CHANNELS) if v is not None else None for v in norm.inputs[1:]]
+    held = [constant_array(v, _CHANNELS) for v in norm.inputs[1:]]
     if any(each is None for each in held):
         return None
     scale, bias, mean, variance = (each.astype(np.float64) for each in held if each is not None)
@@ -178,7 +178,7 @@ def leaky_relu(d: Parts, op: Operator, x: Variable) -> list[Variable]:
 
 def prelu(d: Parts, op: Operator, x: Variable, slope: Variable) -> list[Variable]:
     """The larger of x and its multiple, where no slope is above 1; else what is above 0, and a multiple of the rest."""
-    known = constant_array(origin(slope), _CHANNELS)
+    known = constant_array(slope, _CHANNELS)
     if known is not None and (known <= 1).all():
         return [d.Max(x, d.Mul(x, slope))]
     return [d.Add(d.Max(x, d.const(0, x.dtype)), d.Mul(d.Min(x, d.const(0, x.dtype)), slope))]

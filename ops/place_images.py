@@ -13,7 +13,7 @@ import numpy as np
 from amp_transpiler.ir.constant_data import constant_array
 from amp_transpiler.ir.decompose import Parts
 from amp_transpiler.ir.infer import static
-from amp_transpiler.ir.nodes import Operator, Variable, origin
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ops.common import Maybe
 
 #: Behind every end, as Slice takes it.
@@ -197,7 +197,7 @@ def conv_transpose(d: Parts, op: Operator, x: Variable, w: Variable, bias: Maybe
     Behind strides ``s`` the element ``q s + r`` is the sum over ``j`` of ``x[q - j] w[j s + r]``. GraphError where that
     takes more weights: the kernel is no multiple of the strides, or has gaps.
     """
-    held, added = (None if v is None else constant_array(origin(v), _WEIGHTS) for v in (w, bias))
+    held, added = (constant_array(v, _WEIGHTS) for v in (w, bias))
     if held is None or (added is None and bias is not None):
         raise d.error("its weights are computed")
     if len(w.readers) != 1:

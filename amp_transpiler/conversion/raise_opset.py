@@ -218,4 +218,5 @@ class RaiseOpset(Pass):
 def _has_neighbours(graph: Graph, options: ConversionOptions) -> bool:
     """Whether there is what gray operators, which mixed mode runs in 16 bit beside others alone, may follow."""
     white = options.lists.white_list
-    return any(op.full_type in white or any(v and v.dtype == options.dtype for v in op.inputs) for op in graph.walk())
+    ops = [op for op in graph.walk() if not op.inserted]  # nor what casts of inputs that were narrowed read
+    return any(op.full_type in white or any(v and v.dtype == options.dtype for v in op.inputs) for op in ops)

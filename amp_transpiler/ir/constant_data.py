@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 
 from amp_transpiler.ir.attributes import attributes_of
-from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.nodes import Operator, Variable, origin
 from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.lists import plain_domain
 
@@ -33,11 +33,12 @@ def held_data(variable: Variable) -> Any:
 
 
 def constant_array(variable: Variable | None, most: int = SMALL) -> np.ndarray | None:
-    """The content of a constant of at most so many elements; None of what is none or is larger, and of what may hold
-    something else in a run: parameters, other state, and initializers that are inputs."""
-    if variable is None or variable.persistable or variable.is_input:
+    """The content of a constant of at most so many elements, also of an enclosing graph; None of what is none or is
+    larger, and of what may hold something else in a run: parameters, other state, and initializers that are inputs."""
+    held = None if variable is None else origin(variable)
+    if held is None or held.persistable or held.is_input:
         return None
-    data = held_data(variable)
+    data = held_data(held)
     return None if data is None or math.prod(tensor_type(data)[1]) > most else as_array(data)
 
 

@@ -312,8 +312,7 @@ class Graph(HasStartup, Seeded):
             raise GraphError(f"variable '{variable.name}' is still in use and cannot be removed")
         del self._variables[variable.name]
         remove_node(self.graph, variable.key)
-        if variable in self.inputs:
-            self.inputs = [v for v in self.inputs if v is not variable]
+        self.inputs = [v for v in self.inputs if v is not variable]
         self.updates.pop(variable, None)
         self.touch(variables_alone=True)
 
@@ -335,10 +334,12 @@ class Graph(HasStartup, Seeded):
                 continue
             if slot == CAPTURE:
                 for nested in op.attrs.programs:
-                    for inner in list(nested.variables):
-                        if inner.outer is old:
-                            inner.outer = new
-                            inner.dtype = new.dtype
+                    there = next((v for v in nested.variables if v.outer is new), None)
+                    for inner in [v for v in nested.variables if v.outer is old]:
+                        inner.outer, inner.dtype = new, new.dtype
+                        if there is not None and inner not in nested.outputs:  # one stands for it
+                            nested.replace_uses(inner, there)
+                            nested.remove_variable(inner)
                 self.graph.remove_edge(old.key, op.key, key=CAPTURE)
                 op.add_capture(new)
             else:
@@ -395,6 +396,5 @@ class Graph(HasStartup, Seeded):
                 return self.add_variable(name, dtype, shape)
 
     def __repr__(self) -> str:
-        return (
-            f"<{type(self).__name__} {self.name}: {len(self._operators)} operators, {len(self._variables)} variables>"
-        )
+        held = f"{len(self._operators)} operators, {len(self._variables)} variables"
+        return f"<{type(self).__name__} {self.name}: {held}>"

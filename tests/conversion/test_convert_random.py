@@ -15,7 +15,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import amp_transpiler as amp
-from tests.helpers.converting import faithful, off, well_formed
+from tests.helpers.converting import faithful, graphs, off, well_formed
 from tests.helpers.sessions import session
 
 SIZE = 6
@@ -72,7 +72,7 @@ class Graph:
             ["unary"] * 4
             + ["binary"] * 4
             + ["matmul"] * 4
-            + ["norm", "softmax", "move", "reduce", "cast", "where", "split"]
+            + ["norm", "softmax", "move", "reduce", "cast", "where", "split", "statistics", "copy", "quantised"]
         )
         kinds += ["if", "loop", "scan"] if depth < 2 else []
         self.tensors.append(getattr(self, f"_{self.rng.choice(kinds)}")(depth))
@@ -98,6 +98,33 @@ class Graph:
         squares = self.add("Mul", [centred, centred])
         deviation = self.add("Sqrt", [self.add("Add", [self._mean(squares), self._scalar(0.1)])])
         return self.add("Div", [centred, deviation])
+
+    def _statistics(self, depth: int) -> str:
+        near = [self._vector() for _ in range(4)]
+        return self.add("BatchNormalization", [self.add("Tanh", [self.any()]), *near])
+
+    def _vector(self) -> str:
+        """Numbers around 1, in an initializer or a Constant."""
+        name = self.name("v")
+        values = np.random.default_rng(self.root.count).uniform(0.5, 1.5, SIZE).astype(np.float32)
+        tensor = numpy_helper.from_array(values, name)
+        if self.rng.random() < 0.3:
+            return self.add("Constant", [], value=tensor)
+        self.root.initializers.append(tensor)
+        return name
+
+    def _copy(self, depth: int) -> str:
+        return self.add("Identity", [self.any()])
+
+    def _quantised(self, depth: int) -> str:
+        scale = [self._scalar(0.01), self._zero()]
+        bounded = self.add("QuantizeLinear", [self.add("Sin", [self.weight()]), *scale])
+        return self.add("DequantizeLinear", [bounded, *scale])
+
+    def _zero(self) -> str:
+        name = self.name("z")
+        self.root.initializers.append(numpy_helper.from_array(np.array(0, np.int8), name))
+        return name
 
     def _mean(self, x: str) -> str:
         if self.opset < 18:
@@ -237,6 +264,9 @@ def check(seed: int) -> bool:
     program = amp.convert(model, **options)
     converted = program.to_onnx()
     well_formed(converted, dtype)
+    read = {name for graph in graphs(converted.graph) for node in graph.node for name in node.input}
+    read |= {value.name for graph in graphs(converted.graph) for value in (*graph.output, *converted.graph.input)}
+    assert {tensor.name for graph in graphs(converted.graph) for tensor in graph.initializer} <= read
     typed = {i.name: i.type.tensor_type.elem_type for i in converted.graph.input}
     fed = {name: _like(feed[name], typed[name]) for name in feed if name not in given}
     error = max(

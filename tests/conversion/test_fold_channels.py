@@ -81,6 +81,26 @@ def test_what_others_need_stays(name: str) -> None:
     assert types(amp.convert(model)) == [node.op_type for node in model.graph.node]
 
 
+@pytest.mark.parametrize(("other", "left"), [("y = Relu(x)", 1), ("y = Conv(x, w)", 2)])
+def test_weights_from_outside_of_a_branch(other: str, left: int) -> None:
+    """They take the norm in where that branch alone reads them."""
+    model = model_of(FOLDED["an output"])
+    value = onnx.helper.make_tensor_value_info("which", onnx.TensorProto.BOOL, [])
+    branches = {
+        f"{name}_branch": onnx.helper.make_graph(nodes, name, [], [onnx.helper.make_empty_tensor_value_info("y")])
+        for name, nodes in (("then", model.graph.node), ("else", model_of(other).graph.node))
+    }
+    branches["then_branch"].output[0].name = branches["then_branch"].node[-1].output[0] = "norm"
+    branches["else_branch"].output[0].name = branches["else_branch"].node[-1].output[0] = "other"
+    del model.graph.node[:]
+    model.graph.node.append(onnx.helper.make_node("If", ["which"], ["y"], **branches))
+    model.graph.input.append(value)
+    program = amp.convert(model)
+    (then,) = (op.attrs.programs[1] for op in program.operators if op.type == "If")
+    assert len(types(then)) == left
+    assert program.has_var("w") == (left == 2) and not program.has_var("mu")
+
+
 def test_statistics_of_the_batch_as_older_opsets_write_them() -> None:
     text = FOLDED["without a bias"].replace("n = B", "n, seen, spread, m, d = B")
     model = model_of(text)

@@ -348,3 +348,23 @@ def test_a_shape_that_the_file_says_of_a_copy_stays_known() -> None:
     assert types(after) == ["Reshape", "Relu"]
     (info,) = (info for info in after.graph.value_info if info.name == "r")
     assert [d.dim_value for d in info.type.tensor_type.shape.dim] == [4, 5]
+
+
+def test_a_number_that_was_copied_to_an_output_is_one() -> None:
+    """It has a shape without sizes, where that of what it was copied from is not known."""
+    before = model("(float[3] x, int64[k] axes) => (float y) { m = ReduceSum<keepdims = 0>(x, axes)  y = Identity(m) }")
+    before.opset_import[0].version = 18
+    after = amp.convert(before).to_onnx()
+    assert types(after) == ["ReduceSum"] and after.graph.output[0].type.tensor_type.HasField("shape")
+
+
+@pytest.mark.parametrize("mode", ["pure", "mixed"])
+def test_a_branch_that_reads_a_copy_and_what_it_is_of(mode: str) -> None:
+    """It captures one variable then, once."""
+    after = converted(
+        "(float[4,4] x, float[4,4] w, float[1] n) => (float[4,4] y, float[4,4] z) { t = Identity(x)  s = Squeeze(n)"
+        "  c = Cast<to = 9>(s)  y = If(c) <then_branch = one () => (float[4,4] a) { k = MatMul(x, t)  a = Add(k, x) },"
+        "  else_branch = two () => (float[4,4] b) { b = MatMul(t, w) }>  z = MatMul(x, w) }",
+        mode=mode,
+    )
+    assert "Identity" not in types(after)

@@ -64,3 +64,20 @@ def test_a_tensor_that_is_an_output_twice_becomes_16_bit_in_both_places() -> Non
     x = np.linspace(-1, 1, 8, dtype=np.float16).reshape(2, 4)
     (y,) = session(made).run(["y"], {"x": x})
     np.testing.assert_array_equal(y, np.maximum(x, 0))
+
+
+@pytest.mark.parametrize(
+    ("mode", "text"),
+    [
+        ("pure", "(float[2,16] x, int64[4,2] at) => (float[4] y) { s = Softmax(x)  y = GatherND(s, at) }"),
+        (
+            "pure",
+            "(float[2,16] x) => (float[2,16,2] y) <int64[1] a = {2}> { t = Unsqueeze(x, a)  y = DFT<axis = 1>(t) }",
+        ),
+        ("mixed", "(float[8] x) => (int8[8] y) <float s = {0.01}, int8 z = {0}> { y = QuantizeLinear(x, s, z) }"),
+    ],
+)
+def test_a_second_conversion_changes_nothing(mode: str, text: str) -> None:
+    """Nor a reason, nor the opset: inputs and outputs in 16 bit are near what reads and makes them from the start."""
+    once = amp.convert(filled(f"m {text}"), mode=mode, keep_io=False).to_onnx()
+    assert amp.convert(once, mode=mode, keep_io=False).to_onnx() == once

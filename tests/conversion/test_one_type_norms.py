@@ -103,6 +103,33 @@ def test_two_norms_share_parameters_one_of_them_in_a_branch() -> None:
     assert max(off(one, other) for one, other in zip(faithful(converted, feed), exact, strict=True)) < 1.5e-3
 
 
+def test_parameters_that_only_a_branch_reads_are_stored_once() -> None:
+    model = _model(1.0, 0.8, 1e-5)
+    norm, value = model.graph.node[-1], onnx.helper.make_tensor_value_info("y", 1, [2, 16, 8, 8])
+    inner = onnx.helper.make_node("BatchNormalization", norm.input, ["inside"])
+    made = [onnx.helper.make_tensor_value_info(name, 1, [2, 16, 8, 8]) for name in ("inside", "instead")]
+    one = onnx.helper.make_graph([inner], "one", [], made[:1])
+    two = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["h"], ["instead"])], "two", [], made[1:])
+    model.graph.node[-1].CopyFrom(onnx.helper.make_node("If", ["c"], ["y"], then_branch=one, else_branch=two))
+    model.graph.input.append(onnx.helper.make_tensor_value_info("c", onnx.TensorProto.BOOL, []))
+    assert model.graph.output[0].name == value.name
+    held = amp.convert(model).to_onnx().graph.initializer
+    assert [each.name for each in held] == ["w"]
+
+
+def test_a_parameter_of_a_constant_says_that_it_is_16_bit() -> None:
+    model = _model(1.0, 0.8, 1e-5)
+    (scale,) = (each for each in model.graph.initializer if each.name == "s")
+    model.graph.initializer.remove(scale)
+    model.graph.node.insert(0, onnx.helper.make_node("Constant", [], ["s"], value=scale))
+    program = amp.convert(model)
+    assert [(op.precision, str(op.why)) for op in program.operators if op.type == "Constant"] == [
+        ("float16", "fp16: a constant")
+    ]
+    once = program.to_onnx()
+    assert amp.convert(once).to_onnx() == once
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @needs_placement_tool
 def test_norms_and_clips_of_a_file_are_on_cuda(dtype: str, tmp_path: Path) -> None:

@@ -28,3 +28,17 @@ def test_outputs_keep_their_names(place: Any, tmp_path: Any) -> None:
     assert [(v.name, v.type) for v in lowered.graph.output] == [(v.name, v.type) for v in model.graph.output]
     for got, want in zip(run(lowered, FEEDS), run(model, FEEDS), strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("outputs", ["float[2] a, float[2] b", "float[2] b, float[2] a"])
+def test_copies_that_are_outputs_in_another_order(outputs: str) -> None:
+    """One is what the other copies, whichever comes first."""
+    text = "a = Exp(x)  b = Identity(a)"
+    model = onnx.parser.parse_model(
+        f'<ir_version: 9, opset_import: ["" : 17]> g (float[2] x) => ({outputs}) {{ {text} }}'
+    )
+    feed = {"x": FEEDS["x"]}
+    lowered = amp.Program.from_onnx(model).lower(amp.CPUPlace()).model
+    onnx.checker.check_model(lowered, full_check=True)
+    for got, want in zip(run(lowered, feed), run(model, feed), strict=True):
+        np.testing.assert_array_equal(got, want)

@@ -140,6 +140,23 @@ def test_every_opset_between_computes_the_same(name: str) -> None:
         np.testing.assert_allclose(run(after, {"x": X})[0], expected, rtol=1e-5, atol=1e-6, err_msg=str(target))
 
 
+def test_a_resize_in_a_branch_leaves_out_what_is_empty() -> None:
+    """There ONNX's inference does not see that scales from outside are none."""
+    text = """<ir_version: 8, opset_import: ["" : 11]>
+    net (bool c, float[2,4,6,6] x) => (float[2,4,9,3] y) <float[0] none = {}, int64[4] sizes = {2, 4, 9, 3}> {
+      y = If (c) <then_branch = one () => (float[2,4,9,3] a) { s = Identity(sizes) a = Resize(x, none, none, s) },
+        else_branch = two () => (float[2,4,9,3] b) { t = Identity(sizes) b = Resize<mode = "linear">(x, none, none, t) }>
+    }"""
+    model = onnx.parser.parse_model(text)
+    program = amp.Program.from_onnx(model)
+    assert program.convert_opset()
+    after = program.to_onnx()
+    onnx.checker.check_model(after, full_check=True)
+    assert [each.name for each in after.graph.initializer] == ["sizes"]
+    for taken in (True, False):
+        same(model, after, {"x": X, "c": np.array(taken)})
+
+
 def test_the_format_version_is_the_first_that_has_the_target_opset() -> None:
     imports = [onnx.helper.make_opsetid("", TARGET_OPSET)]
     assert onnx.helper.find_min_ir_version_for(imports) == TARGET_IR_VERSION

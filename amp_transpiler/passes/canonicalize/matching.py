@@ -59,9 +59,14 @@ def holds(variable: Variable | None, wanted: float) -> bool:
 
 
 def only_reader(variable: Variable | None) -> Operator | None:
-    """The operator that alone reads what nobody outside the program sees."""
+    """The operator that alone reads what nobody outside the program sees, nor another graph where it is captured."""
     if variable is None or len(variable.readers) != 1 or variable in variable.program.outputs:
         return None
+    outer, holder = variable.outer, variable.program.parent
+    if outer is not None and holder is not None:
+        inside = sum(v.outer is outer for each in holder.attrs.programs for v in each.variables)
+        if inside != 1 or only_reader(outer) is None:
+            return None
     return variable.readers[0][0]
 
 
@@ -153,7 +158,17 @@ def computed(
 
 
 def drop_unread(variable: Variable) -> None:
-    """Remove a constant that nothing reads; nothing else."""
-    unread = variable.producer is None and not variable.program.graph.degree(variable.key)
-    if unread and variable.data is not None and not (variable.persistable or variable.is_input):
-        variable.program.remove_variable(variable)
+    """Remove a constant that nothing reads, and what stands for it in nested graphs; nothing else."""
+    program, outer, op = variable.program, variable.outer, variable.producer
+    if variable.readers or variable in program.outputs:
+        return
+    if op is not None and op.full_type == "Constant":
+        program.remove_operator(op)
+        program.remove_variable(variable)
+    elif outer is not None and program.parent is not None:
+        program.remove_variable(variable)
+        if not any(v.outer is outer for each in program.parent.attrs.programs for v in each.variables):
+            program.parent.remove_capture(outer)
+            drop_unread(outer)
+    elif op is None and variable.data is not None and not (variable.persistable or variable.is_input):
+        program.remove_variable(variable)

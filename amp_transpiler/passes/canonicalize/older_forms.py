@@ -9,10 +9,11 @@ import numpy as np
 import onnx
 
 from amp_transpiler.errors import GraphError
-from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.nodes import Operator, Variable, origin
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.lists import TARGET_OPSET
+from amp_transpiler.passes.canonicalize.matching import drop_unread
 from amp_transpiler.passes.view.constants import constant_content
 
 Adapter = Callable[[Operator], None]
@@ -177,12 +178,12 @@ def _rounded(op: Operator, scales: Variable | None) -> None:
 
 @_adapter(13, "Resize", "Upsample")
 def _no_region(op: Operator) -> None:
-    """A region of interest may be left out."""
-    roi = op.input(1)
-    if roi is not None and roi.shape == (0,) and roi.is_constant and not roi.is_input:
-        op.set_input(1, None)
-        if not roi.readers and roi not in op.program.outputs:
-            op.program.remove_variable(roi)
+    """A region of interest may be left out, and scales where there are sizes: what is empty stood for nothing."""
+    for slot in (1, 2) if op.input(3) is not None else (1,):
+        given = op.input(slot)
+        if given is not None and given.shape == (0,) and origin(given).is_constant and not origin(given).is_input:
+            op.set_input(slot, None)
+            drop_unread(given)
 
 
 @_adapter(16, "RoiAlign")

@@ -85,7 +85,8 @@ def _give_name(op: Operator, read: Variable, outputs: set[Variable], names: froz
     _take_out(op)
     program.replace_uses(read, made)
     source.set_output(slot, made)
-    made.shape = made.shape or read.shape
+    if made.shape is None:
+        made.shape = read.shape
     program.remove_variable(read)
     return True
 

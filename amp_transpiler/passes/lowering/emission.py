@@ -361,12 +361,13 @@ class _Emission(EmulatedStorage):
             if (variable.key, dtype) not in ports:
                 value = self._output_value(variable, dtype)
                 itself = self.declared and not variable.persistable and value.name == variable.name
+                itself = itself and value.name not in rename  # a copy of it comes before
                 if not itself and (value.name in taken or value.name in rename):
                     value = self.e.op("Identity", value, dtype=value.dtype or "float32")
                 free = itself or variable.name not in taken
                 name = variable.name if free else self.e.name(f"{variable.name}@OUT")
                 if (held := self.env[variable.key].name) == name != value.name:  # what the output was cast from
-                    rename[held] = self.e.name(f"{name}@HELD")
+                    rename.setdefault(held, self.e.name(f"{name}@HELD"))
                 rename[value.name] = name
                 taken.add(name)
                 ports[variable.key, dtype] = name

@@ -1,21 +1,22 @@
-"""RMS norms that are written out, with borders in two types, are kept from a fusion that has no kernel for them.
+"""Norms that are written out, with borders in two types, are kept from a fusion that has no kernel for them.
 
 onnxruntime makes one SimplifiedLayerNormalization of Pow(x, 2), ReduceMean, Add, Sqrt, Div and a product with a scale,
 and takes a cast before it in that nothing else reads, and one before the product. On CUDA that operator has kernels
 that read float16 and write fp32, and the other way round; of bfloat16 there is one that reads and writes it. A norm of
 fp32 values whose product is in bfloat16, or the other way round, would be fused all the same, and the file not loaded.
-It is not fused where the square is a product, which is the same number.
+So would a layer norm, of which LayerNormalization takes one type alone from opset 17 on, and onnxruntime refuses the
+file. Neither is fused where the square is a product, which is the same number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from amp_transpiler.ir.decompose import write_instead
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.lists import place_kinds, place_traits
-from amp_transpiler.passes.canonicalize.matching import maker, squares
+from amp_transpiler.passes.canonicalize.fuse_norm import LAYER_NORM
+from amp_transpiler.passes.canonicalize.matching import drop_unread, maker, squares
 from amp_transpiler.passes.pipeline import Context, Pass, option
 from amp_transpiler.passes.view.of_type import of_type
 from amp_transpiler.passes.view.typing import programs
@@ -27,7 +28,7 @@ _WITHIN = frozenset({"ReduceMean", "Add", "Sqrt", "Div", "Reciprocal", "Mul", "C
 
 
 class MixedNorms(Pass):
-    """The square in an RMS norm between bfloat16 and fp32 is a product, where it would be fused without a kernel."""
+    """The square in a norm between 16 bit and fp32 is a product, where it would be fused without a kernel."""
 
     name = "mixed-norms"
 
@@ -41,10 +42,14 @@ class MixedNorms(Pass):
 
 
 def write_mixed_norms(program: Graph) -> None:
-    """Write the square as a product in each norm that would be fused into one that reads bfloat16 or writes it, not
-    both; casts are in place."""
+    """Write the square as a product in each norm that would be fused into one of two types that there is not; casts
+    are in place."""
     for square in list(_mixed(program)):
-        write_instead(square, lambda d, op, x, power: [d.Mul(x, x)])
+        base, power = square.input(0), square.input(1)
+        square.type = "Mul"
+        square.set_input(1, base)
+        if power is not None and power is not base:
+            drop_unread(power)
 
 
 def _mixed(program: Graph) -> Iterator[Operator]:
@@ -52,16 +57,21 @@ def _mixed(program: Graph) -> Iterator[Operator]:
     for each in programs(program):
         for square in of_type(each, "Pow") if of_type(each, "ReduceMean") else ():
             written = _written(square) if squares(square) else None
-            if written is not None and (_read(square) == _ONE_TYPE) != (written == _ONE_TYPE):
+            if written is None:
+                continue
+            deviation = maker(square.input(0), "Sub")
+            read = _read(square.inputs[0] if deviation is None else deviation.inputs[0])
+            one = deviation is not None and each.opset() >= LAYER_NORM
+            if read != written and (one or _ONE_TYPE in (read, written)):
                 yield square
 
 
-def _read(square: Operator) -> str | None:
-    """The element type that the fused norm reads: that before a cast which the square and the quotient alone read.
+def _read(x: Variable | None) -> str | None:
+    """The element type that the fused norm reads: that of ``x``, or before a cast which the norm alone reads: the
+    square and the quotient, or the mean and the deviation.
 
     Casts of one value to one type count together, for onnxruntime makes one of them.
     """
-    x = square.inputs[0]
     assert x is not None
     cast = maker(x, "Cast")
     source = None if cast is None else cast.input(0)

@@ -24,7 +24,9 @@ from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import HALF, LIMITS, SHORT, numpy_dtype
 from amp_transpiler.ops.norm_parts import epsilon_of
+from amp_transpiler.passes.canonicalize.matching import drop_unread
 from amp_transpiler.passes.numerics.constraints import Constraints
+from amp_transpiler.passes.precision.rules import constant_reason
 from amp_transpiler.passes.view import constants
 from amp_transpiler.passes.view.of_type import of_type
 from amp_transpiler.passes.view.typing import Obstacle, narrowed, programs
@@ -130,5 +132,8 @@ def _give(norm: Operator, slot: int, array: Array, dtype: str) -> None:
     if variable.outer is None and len(variable.readers) == 1 and variable not in program.outputs:
         constants.replace(variable, array)
         variable.dtype = dtype
+        if variable.producer is not None:
+            variable.producer.precision, variable.producer.why = dtype, constant_reason(dtype)
     else:
         norm.set_input(slot, program.add_constant(f"{variable.name}.cast_{SHORT[dtype]}", array))
+        drop_unread(variable)

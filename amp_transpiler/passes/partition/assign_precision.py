@@ -249,7 +249,9 @@ class _Choices(Rules):
         holds, and none that is an input or an output in 16 bit."""
         if op.program.parent is not None or not moves(op) or combined(op) != "none":
             return False
-        numbers = [v for v in (*op.inputs, *op.outputs) if v is not None and is_float(v)]
+        read, made = map(source, filter(None, op.inputs)), list(filter(None, op.outputs))
+        cast = [reader.outputs[0] for v in made for reader, _ in v.readers if reader.inserted]
+        numbers = [v for v in (*read, *made, *cast) if v is not None and is_float(v)]
         return not any(v.dtype == self.dtype or constants.is_constant(v) or v.name in self.narrow_io for v in numbers)
 
 

@@ -12,7 +12,7 @@ import onnx
 
 from amp_transpiler.errors import PrecisionError
 from amp_transpiler.ir.constant_data import held_data
-from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.nodes import Operator, Variable, origin
 from amp_transpiler.ir.tensors import CastTensor, as_array, byte_size, chunks, held, tensor_type
 from amp_transpiler.ir.types import FLOATS, LIMITS, ONNX_TYPES, numpy_dtype
 
@@ -33,8 +33,10 @@ def content(variable: Variable) -> Any:
 
 
 def constant_content(variable: Variable | None) -> Any:
-    """The dense content of a constant, else None: as of parameters and other state, which may come to hold another."""
-    return None if variable is None or variable.persistable else content(variable)
+    """The dense content of a constant, also of an enclosing graph, else None: as of parameters and other state, which
+    may come to hold another."""
+    held = None if variable is None else origin(variable)
+    return None if held is None or held.persistable else content(held)
 
 
 def _batched(variables: Iterable[Variable], size: int) -> Iterator[list[Variable]]:
