@@ -77,8 +77,8 @@ class Emitter:
         self.runtime_scalar: Callable[[str], Value] | None = None
         self._constants: dict[tuple[Any, ...], Value] = {}
         self._widened: dict[str, Value] = {}
-        #: Tensors that were expanded from a single number, and the name and shape of that.
-        self._filled: dict[str, tuple[str, tuple[int, ...] | None]] = {}
+        #: Of tensors that were expanded from a single number: that number, which is read in their place.
+        self.filled: dict[str, Value] = {}
         #: On CPU: the 16-bit tensor behind each rounded fp32 tensor.
         self.narrow: dict[str, Value] = {}
         #: Whether 16-bit values are fp32 tensors that are rounded wherever a place with 16-bit arithmetic would store.
@@ -199,7 +199,7 @@ class Emitter:
         if _is_one(values[0]):
             self.scalars |= {v.name: self.tensor_type(v) for v in values}
         elif type_ == "Expand" and inputs[0] is not None and _is_one(inputs[0]):
-            self._filled[names[0]] = inputs[0].name, inputs[0].shape
+            self.filled[names[0]] = inputs[0]
         if shape is not None and type_ in _SHAPED:
             self.given[names[0]] = Value(names[0], self.tensor_type(values[0]), values[0].shape)
         if domain or signature(type_, self.opset, domain) is None:
@@ -242,11 +242,11 @@ class Emitter:
 
     def _unexpanded(self, type_: str, inputs: Sequence[Value | None]) -> Sequence[Value | None]:
         """Single numbers in place of tensors full of them, beside one of their shape."""
-        whole = {v.shape for v in inputs if v is not None and v.name not in self._filled}
-        found = [None if v is None or v.shape not in whole else self._filled.get(v.name) for v in inputs]
+        whole = {v.shape for v in inputs if v is not None and v.name not in self.filled}
+        found = [None if v is None or v.shape not in whole else self.filled.get(v.name) for v in inputs]
         if type_ not in _READ_ONE or not any(found):
             return inputs
-        return [replace(v, name=one[0], shape=one[1]) if v and one else v for v, one in zip(inputs, found, strict=True)]
+        return [replace(one, dtype=v.dtype) if v and one else v for v, one in zip(inputs, found, strict=True)]
 
     def _levelled(self, inputs: Sequence[Value | None]) -> Sequence[Value | None]:
         """Single numbers in the rank of a tensor of which the last dimension is 1 (a filter of size 1, a column).

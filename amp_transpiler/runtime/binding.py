@@ -6,7 +6,6 @@ States are bound from the scope without copies. An update is bound in place, to 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -20,7 +19,6 @@ from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.lists import place_traits
 from amp_transpiler.ops.training.remaining import REMAINING
-from amp_transpiler.option_checks import listed
 from amp_transpiler.passes.lowering.exchanges import has_exchanges
 from amp_transpiler.passes.lowering.in_place import inputs_within, refusals
 from amp_transpiler.passes.lowering.lowered import Lowered, Port
@@ -29,11 +27,11 @@ from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.budget import watched
 from amp_transpiler.runtime.chain import Chain
 from amp_transpiler.runtime.collective.current import engine_on, own_rank, several
+from amp_transpiler.runtime.failures import by_data, failure, half_done
 from amp_transpiler.runtime.flat_values import empty_flat, flat_over
 from amp_transpiler.runtime.held import as_declared, as_held
 from amp_transpiler.runtime.providers import alone, in_turn, on_device
 from amp_transpiler.runtime.scope import Scope
-from amp_transpiler.runtime.session import plain_message
 from amp_transpiler.runtime.shards import Sent
 from amp_transpiler.runtime.states import NEVER, State, States
 
@@ -380,30 +378,3 @@ def _scalar_value(what: str, place: Place) -> float:
 def needs_plain(lowered: Lowered) -> bool:
     """Whether a feed or fetch is no tensor that onnxruntime can bind to memory."""
     return any(port.dtype in UNBOUND for port in (*lowered.feeds, *lowered.fetches))
-
-
-def by_data(decided: Sequence[str]) -> str:
-    """What to say where a run failed in which data decide the sizes of these tensors."""
-    return f". Data decide the size of '{decided[0]}': what is fed to go with it has to fit" if decided else ""
-
-
-def half_done(names: Sequence[str]) -> str:
-    """What to say where a run failed that updates these variables in place."""
-    if not names:
-        return ""
-    return f". Variables that are updated in place may have been updated before it failed: {listed(names)}"
-
-
-def failure(error: Exception) -> str:
-    """onnxruntime's message, with what usually is behind it."""
-    text = plain_message(error)
-    if re.search(r"out of (data )?bounds|out of range|invalid index", text, re.IGNORECASE):
-        what = "the number of classes, or of a table's rows"
-        text = f"{text.rstrip('.')}. Probably a fed label or index is below 0 or not below {what}"
-    if "cuDNN is unavailable" in text:
-        text = f"{text.rstrip('.')}. Install it: onnxruntime-gpu[cuda,cudnn]"
-    if "Too many storage buffers" in text:
-        text = f"{text.rstrip('.')}. A tensor of many MiB takes several; if one is, feed smaller batches"
-    if re.search(r"device (was|is) lost", text, re.IGNORECASE):
-        text = f"{text.rstrip('.')}. What lay on the GPU is gone with it: start anew, from the last checkpoint"
-    return text

@@ -28,8 +28,9 @@ from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.opdef import exchange_of, traits_of
 from amp_transpiler.passes.lowering.lowered import Lowered, Port
 from amp_transpiler.runtime import device_tensors
-from amp_transpiler.runtime.binding import Bound, Step, failure, half_done, needs_plain
+from amp_transpiler.runtime.binding import Bound, Step, needs_plain
 from amp_transpiler.runtime.budget import watched
+from amp_transpiler.runtime.failures import failure, half_done
 from amp_transpiler.runtime.locks import DEVICES
 from amp_transpiler.runtime.scope import Scope
 

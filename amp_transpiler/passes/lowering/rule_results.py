@@ -62,8 +62,10 @@ def _shape(e: Emitter, rule: Rule, value: Value, given: Sequence[Value | None], 
     model.graph.node.extend(e.nodes[first:])
     names = {name for node in model.graph.node for name in node.input}
     model.graph.initializer.extend(tensor for name, tensor in e.initializers.items() if name in names)
-    for read in given:
-        if read is not None and read.name in names:
+    tensors = [read for read in given if read is not None]
+    tensors += [e.filled[read.name] for read in tensors if read.name in e.filled]
+    for read in tensors:
+        if read.name in names:
             model.graph.input.add(name=read.name).type.CopyFrom(type_proto(e.tensor_type(read), read.shape))
     known = inferred_types(model, nested=True)
     return None if known is None else types_in(known.graph).get(value.name, ("", None))[1]
