@@ -22,6 +22,7 @@ from amp_transpiler.passes.lowering.tensor_types import inferred, types_in
 from tests.corpora.nested_bodies import TEXTS, nested
 from tests.corpora.place_bodies import CASES, PLAIN, alone, compared, model_of
 from tests.helpers import benchmark_programs
+from tests.helpers.recorded_layers import built
 from tests.helpers.sessions import session
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -315,3 +316,11 @@ def test_groups_of_two_channels_to_one_are_not_left_to_the_kernel(bias: bool) ->
         session(each.model).run(None, {feed.tensor: arrays[feed.variable] for feed in each.feeds})[0] for each in models
     ]
     np.testing.assert_allclose(results[1], results[0], rtol=1e-6)
+
+
+def test_no_two_nodes_have_one_name() -> None:
+    """Not even those named as what a node made before it became an output; onnxruntime refuses such a model."""
+    main, _, feeds, y, grads = built("conv3d")
+    model = main.lower("webgpu", {name: array.shape for name, array in feeds.items()}, [y, *grads.values()]).model
+    names = [node.name for node in model.graph.node]
+    assert len(set(names)) == len(names)

@@ -70,7 +70,8 @@ class _Fitting:
         self.opset = next(each.version for each in lowered.model.opset_import if not each.domain)
         self.types: dict[str, Type] = types_within(inferred(lowered))
         self.e = _Sizing(lowered.place, self.opset)
-        self.e.reserve(set(self.types).union(*((*n.input, *n.output) for n in every_node(self.graph.node))))
+        # A node is called as what it made before that became an output.
+        self.e.reserve(set(self.types).union(*((n.name, *n.input, *n.output) for n in every_node(self.graph.node))))
         self.e.initializers = {tensor.name: tensor for tensor in self.graph.initializer}
         self.e.given = lowered.given
         #: Tensors of 64-bit integers that hold 32 bits.
