@@ -242,10 +242,10 @@ class Emitter:
 
     def _unexpanded(self, type_: str, inputs: Sequence[Value | None]) -> Sequence[Value | None]:
         """Single numbers in place of tensors full of them, beside one of their shape."""
+        if type_ not in _READ_ONE or not self.filled:
+            return inputs
         whole = {v.shape for v in inputs if v is not None and v.name not in self.filled}
         found = [None if v is None or v.shape not in whole else self.filled.get(v.name) for v in inputs]
-        if type_ not in _READ_ONE or not any(found):
-            return inputs
         return [replace(one, dtype=v.dtype) if v and one else v for v, one in zip(inputs, found, strict=True)]
 
     def _levelled(self, inputs: Sequence[Value | None]) -> Sequence[Value | None]:

@@ -12,14 +12,7 @@ from dataclasses import dataclass
 
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.passes.canonicalize.matching import (
-    added_number,
-    factor,
-    maker,
-    number,
-    only_reader,
-    put,
-)
+from amp_transpiler.passes.canonicalize.matching import added_number, factor, maker, number, only_reader, put
 from amp_transpiler.passes.view.of_type import of_type
 
 TYPE = "HardSwish"
