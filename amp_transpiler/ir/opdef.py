@@ -14,7 +14,7 @@ values, and returns one value per output; it is written once, for every element 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -22,15 +22,17 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.exchange_call import Exchange
 from amp_transpiler.ir.intervals import RangeRule
 from amp_transpiler.ir.nodes import OWN, Operator, TensorType
+from amp_transpiler.ir.slots import Slots
 from amp_transpiler.ir.traits import Traits
 from amp_transpiler.lists import PlaceTraits, full_name, plain_domain, split_name, written_out
 from amp_transpiler.option_checks import shown
 
-T = TypeVar("T")
 #: ``rule(e, op, *inputs) -> outputs``; None: the place computes the operator as it stands.
 Rule = Callable[..., Sequence[Any] | None]
 AnyRule = TypeVar("AnyRule", bound=Rule)
 Infer = Callable[[Operator], Sequence[TensorType | None]]
+#: Whether a place has kernels of an operator.
+Kernels = Callable[[PlaceTraits], bool]
 #: Fixed shapes by slot; None where a slot is left out.
 SlotShapes = Sequence[tuple[int, ...] | None]
 Flops = Callable[[Mapping[str, Any], SlotShapes, SlotShapes], int]
@@ -51,61 +53,6 @@ class Gradient:
     stops: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True)
-class Slots:
-    """What the inputs and outputs of an operator of the training step are for, by name.
-
-    ``inputs`` come first; ``input_row`` follows once for each tensor that the operator works on. ``outputs`` and
-    ``output_row`` say the same of the outputs. An output with the name of an input is that input's new value. An
-    operator that writes "parameter" is an update. ``gated``: new values are the old ones, bit for bit, where
-    ``found_inf`` is true.
-    """
-
-    inputs: tuple[str, ...] = ()
-    input_row: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
-    output_row: tuple[str, ...] = ()
-    gated: bool = False
-
-    @property
-    def updates(self) -> bool:
-        """Whether the operator updates parameters."""
-        return "parameter" in self.output_row
-
-    @property
-    def accumulators(self) -> tuple[str, ...]:
-        """The state that an update keeps of each parameter, beside the parameter and its master weight."""
-        return tuple(name for name in self.output_row if name not in ("parameter", "master"))
-
-    def rows(self, inputs: Sequence[T]) -> Iterator[dict[str, T]]:
-        """The rows of an operator's inputs; the last one lacks the names whose inputs are not there."""
-        width = len(self.input_row)
-        for start in range(len(self.inputs), len(inputs), width or 1):
-            yield dict(zip(self.input_row, inputs[start : start + width], strict=False))
-
-    def replaced(self, output: int) -> int | None:
-        """The input that this output is the new value of; None where there is no such input."""
-        name, names, start = "", self.inputs, 0
-        if output < len(self.outputs):
-            name = self.outputs[output]
-        elif self.output_row:
-            row, place = divmod(output - len(self.outputs), len(self.output_row))
-            name, names, start = self.output_row[place], self.input_row, len(self.inputs) + row * len(self.input_row)
-        return start + names.index(name) if name in names else None
-
-    def replacements(self, count: int) -> Iterator[tuple[int, int]]:
-        """(output, the input that it is the new value of) of an operator with ``count`` inputs."""
-        rows = max(0, -((len(self.inputs) - count) // len(self.input_row))) if self.input_row else 0
-        for output in range(len(self.outputs) + rows * len(self.output_row)):
-            place = self.replaced(output)
-            if place is not None:
-                yield output, place
-
-    def states(self, inputs: Sequence[T]) -> list[T]:
-        """The inputs that outputs replace, in the order of the outputs."""
-        return [inputs[place] for _, place in self.replacements(len(inputs))]
-
-
 @dataclass
 class OpDef:
     """One operator. ``lowering``: what a place runs for it; None: it is a standard operator, emitted unchanged.
@@ -115,6 +62,7 @@ class OpDef:
     ``traits``: None where nobody has declared them. ``slots``: of operators of the training step.
     ``range_rule``: gives the interval of what it makes; None where ``traits.bounded`` is all that is known.
     ``when``: the rule is used only where this holds of the operator (BatchNormalization in training mode).
+    ``kernels``: whether a place has kernels of the type; on one without them the rule is used for all of it.
     ``for_test``: turns a cloned operator into its form for evaluation.
     ``flops``: the arithmetic of a sum of products, from attributes and the shapes of inputs and outputs.
     ``by_channel``: what a place runs for it where the first input lies in rows, one for each channel.
@@ -125,7 +73,7 @@ class OpDef:
     domain: str = ""
     lowering: Rule | None = None
     when: Callable[[Operator], bool] | None = None
-    kernels: str = ""
+    kernels: Kernels | None = None
     infer: Infer | None = None
     native: bool = False
     traits: Traits | None = None
@@ -170,8 +118,9 @@ def lowering_rule_of(op: Operator, at: PlaceTraits | None = None) -> Rule | None
     found = lookup(op)
     if found is None or found.lowering is None:
         return None
-    lacks = at is not None and found.kernels and not getattr(at, found.kernels)
-    return found.lowering if lacks or found.when is None or found.when(op) else None
+    if found.kernels is not None and at is not None and not found.kernels(at):
+        return found.lowering
+    return found.lowering if (found.kernels is None if found.when is None else found.when(op)) else None
 
 
 def has_lowering_rule(op: Operator, at: PlaceTraits | None = None) -> bool:
@@ -189,16 +138,15 @@ def lowering_rule(
     *full_types: str,
     native: bool = False,
     when: Callable[[Operator], bool] | None = None,
-    kernels: str = "",
+    kernels: Kernels | None = None,
     itself: bool = False,
     infer: Infer | None = None,
     slots: Slots | None = None,
 ) -> Callable[[AnyRule], AnyRule]:
     """Register the decorated function as the lowering rule of operators: ``f(e, op, *inputs) -> [outputs]``.
 
-    It is for operators that ``when`` names, and on places without the trait ``kernels`` for all of the type; with
-    ``itself`` it makes that operator in another form, and stands for no kernel. With ``slots`` and without ``infer``
-    every output is the new value of an input, of its element type and shape.
+    It is for operators that ``when`` names, or for all; with ``kernels`` for all on places without them alone. With
+    ``itself`` other places have that operator. With ``slots`` and without ``infer`` outputs are new values of inputs.
     """
 
     def register(function: AnyRule) -> AnyRule:

@@ -67,11 +67,18 @@ from amp_transpiler.nn.creation import (
 from amp_transpiler.nn.ctc_loss import ctc_greedy_decoder as ctc_greedy_decoder, ctc_loss as ctc_loss
 from amp_transpiler.nn.elementwise_functions import (
     abs as abs,
+    acos as acos,
+    acosh as acosh,
     add as add,
+    asin as asin,
+    asinh as asinh,
+    atan as atan,
+    atanh as atanh,
     cast as cast,
     ceil as ceil,
     clip as clip,
     cos as cos,
+    cosh as cosh,
     divide as divide,
     dropout as dropout,
     equal as equal,
@@ -104,9 +111,11 @@ from amp_transpiler.nn.elementwise_functions import (
     scale as scale,
     sign as sign,
     sin as sin,
+    sinh as sinh,
     sqrt as sqrt,
     square as square,
     subtract as subtract,
+    tan as tan,
     where as where,
 )
 from amp_transpiler.nn.embeddings import functional_embedding as _embedding, functional_embedding_bag as _embedding_bag

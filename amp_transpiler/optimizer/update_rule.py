@@ -10,7 +10,8 @@ import numpy as np
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError, OrderError
 from amp_transpiler.ir import context
 from amp_transpiler.ir.nodes import OWN, UPDATE, Operator, Variable
-from amp_transpiler.ir.opdef import Slots, slots_of
+from amp_transpiler.ir.opdef import slots_of
+from amp_transpiler.ir.slots import Slots
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.ops.training.scaling import master_type

@@ -148,7 +148,7 @@ def _run(layer: Layer, cell_of: Callable[[Direction], tuple[Cell, list[Value]]])
     return _at_layout(layer, [concat(e, columns[0], 1), *stacked])
 
 
-@lowering_rule("RNN", "GRU", "LSTM", native=True, when=_ruled, kernels="recurrent")
+@lowering_rule("RNN", "GRU", "LSTM", native=True, when=_ruled, kernels=lambda at: at.recurrent)
 def recurrent(
     e: Emitter,
     op: Operator,

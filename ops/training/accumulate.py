@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import Slots, lowering_rule, own
+from amp_transpiler.ir.opdef import lowering_rule, own
+from amp_transpiler.ir.slots import Slots
 from amp_transpiler.ops.common import size_of
 from amp_transpiler.ops.training.sparse import picked, repeated, written
 

@@ -14,7 +14,8 @@ from amp_transpiler.errors import DistributedError, GraphError
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.exchange_call import Ranks
 from amp_transpiler.ir.nodes import Operator, Shape, Types
-from amp_transpiler.ir.opdef import Slots, lowering_rule, own
+from amp_transpiler.ir.opdef import lowering_rule, own
+from amp_transpiler.ir.slots import Slots
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.common import size_of, sliced
 from amp_transpiler.ops.training.exchange import exchange, exchanged

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import Slots, lowering_rule, own
+from amp_transpiler.ir.opdef import lowering_rule, own
+from amp_transpiler.ir.slots import Slots
 from amp_transpiler.ops.training.scaling import gate
 
 AVERAGE = "ExponentialAverage"

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator, Types
-from amp_transpiler.ir.opdef import Slots, lowering_rule, own
+from amp_transpiler.ir.opdef import lowering_rule, own
+from amp_transpiler.ir.slots import Slots
 from amp_transpiler.ops.training.all_reduce import ALL_REDUCE
 from amp_transpiler.ops.training.dealt_gradients import rescaled_part
 from amp_transpiler.ops.training.exchange import exchanged

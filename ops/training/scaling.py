@@ -23,7 +23,8 @@ from typing import Any
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator, Types
-from amp_transpiler.ir.opdef import Slots, lowering_rule, own
+from amp_transpiler.ir.opdef import lowering_rule, own
+from amp_transpiler.ir.slots import Slots
 from amp_transpiler.ops.common import once
 from amp_transpiler.ops.row_sums import remember_rows
 from amp_transpiler.ops.training.all_reduce import ALL_REDUCE

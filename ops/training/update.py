@@ -24,7 +24,8 @@ from collections.abc import Callable
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import Slots, lowering_rule, own, slots_of
+from amp_transpiler.ir.opdef import lowering_rule, own, slots_of
+from amp_transpiler.ir.slots import Slots
 from amp_transpiler.ops.common import scaled_by
 from amp_transpiler.ops.training.scaling import (
     Switch,

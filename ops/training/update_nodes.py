@@ -10,7 +10,7 @@ from functools import cached_property
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.flat import Rows
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import Slots
+from amp_transpiler.ir.slots import Slots
 from amp_transpiler.ops.training.branches import chosen
 from amp_transpiler.ops.training.chunks import by_chunks
 from amp_transpiler.ops.training.dealt_gradients import joined_gradients

@@ -84,6 +84,15 @@ ARRAYS: dict[str, Case] = {
         )
         for name in ("sign", "floor", "ceil", "round")
     },
+    **{
+        name: (
+            [U(3, 4)],
+            (lambda F, x, name=name: getattr(F, name)(x)),
+            (lambda T, t, x, name=name: getattr(t, name)(x)),
+        )
+        for name in ("tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "atanh")
+    },
+    "acosh": ([P(3, 4)], lambda F, x: F.acosh(x + 1), lambda T, t, x: t.acosh(x + 1)),
     "maximum": ([X, (4,)], lambda F, x, y: F.maximum(x, y), lambda T, t, x, y: t.maximum(x, y)),
     "minimum": ([X, (4,)], lambda F, x, y: F.minimum(x, y), lambda T, t, x, y: t.minimum(x, y)),
     "arithmetic": (

@@ -69,7 +69,7 @@ class RuntimeOpset(Pass):
         emulated = version < _AXES_READ and arithmetic is not None and kernels_of(arithmetic) is not None
         later = traits.bodies or emulated or (version > TARGET_OPSET and traits.device)
         lacks = self._lacks(graph, version) or _hands_on_sequences(graph, version)
-        if lacks or (not stays and (later or any(map(lowering_rule_of, graph.walk())))):
+        if lacks or (not stays and (later or any(lowering_rule_of(op, traits) for op in graph.walk()))):
             return TARGET_OPSET
         return NEWEST_OPSET if version > NEWEST_OPSET and can_convert(graph, NEWEST_OPSET) else max(version, OLDEST)
 

@@ -13,7 +13,8 @@ from amp_transpiler.errors import ArgumentTypeError
 from amp_transpiler.ir.accumulation_window import AccumulationWindow
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import SCALING, Operator, Variable
-from amp_transpiler.ir.opdef import Slots, slots_of
+from amp_transpiler.ir.opdef import slots_of
+from amp_transpiler.ir.slots import Slots
 from amp_transpiler.ops.training.average import AVERAGE
 from amp_transpiler.ops.training.clip import CLIPS
 from amp_transpiler.ops.training.scaling import CHECK, COUNT_BAD, GATE, UPDATE_SCALE
