@@ -123,7 +123,7 @@ _RECURRENT = "gates are computed in fp32, a step after the other"
 #: Operators that store large tensors in fp32, and why.
 ALLOWED: dict[str, str] = {
     **dict.fromkeys(("Gather", "GatherElements", "GatherND"), _SUMS),
-    **dict.fromkeys(("CumSum", "Det", "GridSample"), _NO_KERNEL),
+    **dict.fromkeys(("CumSum", "Det", "GridSample", "Tan"), _NO_KERNEL),
     **dict.fromkeys(("DeformConv", "MaxRoiPool", "RoiAlign"), _PLACES),
     **dict.fromkeys(("ReduceLogSum", "ReduceProd"), _INSIDE),
     **dict.fromkeys(("GRU", "LSTM", "RNN"), _RECURRENT),
