@@ -28,6 +28,8 @@ _SLOTS = {
 }
 #: Elements that are looked at first.
 _ELEMENTS = 64
+#: Decimal digits of the numbers that parameters begin with.
+_DIGITS = 3
 _MODULE = (None, "weight", "bias")  # Conv, Gemm and the normalisations
 
 
@@ -103,6 +105,8 @@ def is_vector(variable: Variable) -> bool:
 
 
 def uniform(variable: Variable) -> bool:
-    """Whether all elements are alike: what a parameter is before it was trained."""
+    """Whether all elements are alike: what a parameter is before it was trained; a single one is a round number then."""
     array = np.asarray(as_array(variable.data)).reshape(-1)
+    if array.size == 1:
+        return bool(array[0] == array.dtype.type(f"{float(array[0]):.{_DIGITS}g}"))
     return bool(array.size) and bool((array[:_ELEMENTS] == array[0]).all()) and bool((array == array[0]).all())

@@ -142,6 +142,14 @@ def test_what_meets_one_product_several_times_is_of_several_layers() -> None:
     assert len(program.parameters) == 1 + 2 * len(CALLS)
 
 
+@pytest.mark.parametrize(("bias", "count"), [(-0.2371294, 1), (0.0, 3), (0.1, 3)])
+def test_a_bias_of_one_number_is_one_where_no_parameter_begins_with_it(bias: float, count: int) -> None:
+    """Each call has its own transposed weight here, as exports without constant folding do."""
+    body = "w{i} = Transpose (a) m{i} = MatMul (x{i}, w{i}) h{i} = Add (p, m{i}) x{j} = Add (x{i}, h{i}) "
+    program = load(called(body), {"a": A[:1], "p": np.array([bias], np.float32)}, "/layer_{}/fc")
+    assert len(program.parameters) == 1 + count
+
+
 LOOP = """(float[3,4] x) => (float[3,4] y) <int64 trips = {3}, bool go = {1}> {
     unread, y = Loop (trips, go, p, x) <body = turn (int64 i, bool on, float[4] s, float[3,4] v)
         => (bool again, float[4] kept, float[3,4] w) {
