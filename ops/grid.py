@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +23,7 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import gradient, traits
 from amp_transpiler.ir.reasons import Kind
 from amp_transpiler.ops.common import Grads, size_of
+from amp_transpiler.ops.place_bodies import Asked, body
 from amp_transpiler.ops.row_sums import added_rows
 
 #: The coefficient of the cubic kernel.
@@ -44,12 +47,25 @@ class Tap:
 def grid_sample(e: Emitter, op: Operator, x: Value, grid: Value, dy: Value) -> Grads:
     batch, channels, *sizes = size_of(x)
     places = math.prod(size_of(dy)[2:])
-    axes = [_taps(e, op, _coordinate(e, grid, len(sizes) - 1 - axis), size) for axis, size in enumerate(sizes)]
     rows = e.reshape(e.transpose(e.reshape(dy, (batch, channels, places)), (0, 2, 1)), (batch * places, channels))
-    taps = list(itertools.product(*axes))
+    taps = _of_grid(e, op, grid, sizes)
     flat = flat_indices(e, taps, batch, sizes)
     dx = to_elements(e, rows, taps, flat, (batch, channels, *sizes)) if e.wants(0) else None
     return [dx, _to_grid(e, x, rows, taps, flat, size_of(grid)) if e.wants(1) else None]
+
+
+@body("GridSample")
+def _by_taps(e: Emitter, op: Asked, x: Value, grid: Value) -> Sequence[Value] | None:
+    """The weighted sum of the taps, in fp32."""
+    if x.shape is None or grid.shape is None:
+        return None
+    batch, channels, *sizes = size_of(x)
+    shape, wide = size_of(grid)[1:-1], e.f32(x)
+    taps = _of_grid(e, op, e.f32(grid), sizes)
+    weights = [e.reshape(product_of(e, [t.weight for t in tap]), (batch * math.prod(shape), 1)) for tap in taps]
+    shares = map(e.Mul, sampled(e, wide, flat_indices(e, taps, batch, sizes)), weights)
+    rows = e.reshape(reduce(e.Add, shares), (batch, math.prod(shape), channels))
+    return [e.cast(e.reshape(e.transpose(rows, (0, 2, 1)), (batch, channels, *shape)), x.dtype)]
 
 
 def to_elements(
@@ -118,6 +134,12 @@ def flat_indices(e: Emitter, taps: list[tuple[Tap, ...]], batch: int, sizes: Seq
     return found
 
 
+def _of_grid(e: Emitter, op: Operator | Asked, grid: Value, sizes: Sequence[int]) -> list[tuple[Tap, ...]]:
+    """What each result is made of, a tap along each axis."""
+    axes = [_taps(e, op.attrs, _coordinate(e, grid, len(sizes) - 1 - axis), size) for axis, size in enumerate(sizes)]
+    return list(itertools.product(*axes))
+
+
 def _coordinate(e: Emitter, grid: Value, component: int) -> Value:
     """One coordinate of every point, [points]."""
     shape = size_of(grid)
@@ -126,10 +148,10 @@ def _coordinate(e: Emitter, grid: Value, component: int) -> Value:
 
 
 # -- one axis ----------------------------------------------------------------------------------------------
-def _taps(e: Emitter, op: Operator, g: Value, size: int) -> list[Tap]:
+def _taps(e: Emitter, attrs: Mapping[str, Any], g: Value, size: int) -> list[Tap]:
     """What one axis contributes, for the coordinate ``g`` in [-1, 1]."""
-    mode, padding = op.attrs.get("mode", "linear"), op.attrs.get("padding_mode", "zeros")
-    aligned = bool(op.attrs.get("align_corners", 0))
+    mode, padding = attrs.get("mode", "linear"), attrs.get("padding_mode", "zeros")
+    aligned = bool(attrs.get("align_corners", 0))
     factor = (size - 1) / 2 if aligned else size / 2
     place = e.Add(e.Mul(g, e.like(factor, g)), e.like((size - 1) / 2, g))
     if mode in ("cubic", "bicubic"):

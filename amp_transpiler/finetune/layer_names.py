@@ -105,7 +105,7 @@ def is_vector(variable: Variable) -> bool:
 
 
 def uniform(variable: Variable) -> bool:
-    """Whether all elements are alike: what a parameter is before it was trained; a single one is a round number then."""
+    """Whether all elements are alike: what a parameter is before it was trained; one alone is a round number then."""
     array = np.asarray(as_array(variable.data)).reshape(-1)
     if array.size == 1:
         return bool(array[0] == array.dtype.type(f"{float(array[0]):.{_DIGITS}g}"))

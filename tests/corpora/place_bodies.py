@@ -131,12 +131,21 @@ INEXACT = frozenset(
         "HardSwish",
         "LogSoftmax",
         "Mean",
+        "GridSample",
         "Mish",
         "ReduceLogSumExp",
         "Selu",
         "Softsign",
     ]
 )
+PLACES = np.random.default_rng(1).uniform(-1.4, 1.4, (2, 3, 4, 3)).astype(np.float32)
+CASES += [
+    ("GridSample", [WIDE[..., 0], PLACES[..., :2]], {"mode": mode, "padding_mode": padding, "align_corners": aligned})
+    for mode in ("linear", "nearest", "cubic")
+    for padding in ("zeros", "border", "reflection")
+    for aligned in (0, 1)
+]
+CASES += [("GridSample", [WIDE, PLACES[:, None]], {"mode": mode}) for mode in ("linear", "nearest")]
 #: Inputs that say sizes, axes and places: constants.
 SAID = {
     "Reshape": 1,
