@@ -7,9 +7,9 @@ gradients; the others are decomposed. Definitions: https://onnx.ai/onnx/operator
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from amp_transpiler.ops.common import Grads, size_of, summed_to
 from amp_transpiler.ops.gpu_kernels import along_rows, column_product, product
 from amp_transpiler.ops.norm import normalised_range
 from amp_transpiler.ops.norm_parts import epsilon_of
+from amp_transpiler.ops.place_bodies import Asked, body
 
 
 @gradient("LpNormalization", "x0 y0 dy0", native=True)
@@ -52,25 +53,46 @@ def lp_normalization_gradient(e: Emitter, op: Operator, x: Value, y: Value, dy: 
     return [e.Mul(e.Sub(dy, e.Mul(direction, e.cast(dot, x.dtype))), e.cast(inverse, x.dtype))]
 
 
+class _Neighbours(NamedTuple):
+    """Of an LRN, y = x * s**-beta with s = bias + alpha / size * (sum of x² over ``size`` neighbouring channels)."""
+
+    band: np.ndarray[Any, Any]
+    flat: tuple[int, int, int]
+    share: Value
+    s: Value
+    beta: float
+
+    @classmethod
+    def of(cls, e: Emitter, attrs: Mapping[str, Any], x: Value) -> _Neighbours:
+        """The root of alpha / size goes into x, whose square would not fit 16 bit."""
+        batch, channels, *sizes = size_of(x)
+        size, alpha = int(attrs["size"]), float(attrs.get("alpha", 1e-4))
+        band, flat = _band(channels, (size - 1) // 2, size // 2), (batch, channels, prod(sizes))
+        share = e.Mul(e.reshape(x, flat), e.like(math.sqrt(alpha / size), x))
+        s = e.Add(e.MatMul(e.const(band, x.dtype), e.Mul(share, share)), e.like(float(attrs.get("bias", 1.0)), x))
+        return cls(band, flat, share, s, float(attrs.get("beta", 0.75)))
+
+
+@body("LRN")
+def _lrn(e: Emitter, op: Asked, x: Value) -> Sequence[Value] | None:
+    """In fp32."""
+    if x.shape is None:
+        return None
+    wide = e.f32(x)
+    near = _Neighbours.of(e, op.attrs, wide)
+    scaled = e.Mul(e.reshape(wide, near.flat), e.Pow(near.s, e.like(-near.beta, wide)))
+    return [e.cast(e.reshape(scaled, size_of(x)), x.dtype)]
+
+
 @gradient("LRN", "x0 dy0", native=True)
 def lrn_gradient(e: Emitter, op: Operator, x: Value, dy: Value) -> Sequence[Any]:
-    """y = x * s**-beta with s = bias + alpha / size * (sum of x² over ``size`` neighbouring channels).
-
-    dX = dy * s**-beta - 2 alpha beta / size * x * t, with t the sum of dy * x * s**(-beta - 1) over the channels whose
-    neighbour this one is. The root of alpha / size goes into x, whose square would not fit 16 bit.
-    """
-    assert x.shape is not None
-    size, alpha = int(op.attrs["size"]), float(op.attrs.get("alpha", 1e-4))
-    beta, bias = float(op.attrs.get("beta", 0.75)), float(op.attrs.get("bias", 1.0))
-    neighbours = _band(x.shape[1], (size - 1) // 2, size // 2)
-    flat = (x.shape[0], x.shape[1], prod(x.shape[2:]))
-    dy3 = e.reshape(dy, flat)
-    share = e.Mul(e.reshape(x, flat), e.like(math.sqrt(alpha / size), x))
-    s = e.Add(e.MatMul(e.const(neighbours, x.dtype), e.Mul(share, share)), e.like(bias, x))
-    scaled = e.Mul(dy3, e.Pow(s, e.like(-beta, x)))
-    around = e.MatMul(e.const(neighbours.T, x.dtype), e.Mul(scaled, e.Div(share, s)))
-    dx = e.Sub(scaled, e.Mul(e.Mul(share, around), e.like(2 * beta, x)))
-    return [e.reshape(dx, x.shape)]
+    """dX = dy * s**-beta - 2 alpha beta / size * x * t, with t the sum of dy * x * s**(-beta - 1) over the channels
+    whose neighbour this one is."""
+    near = _Neighbours.of(e, op.attrs, x)
+    scaled = e.Mul(e.reshape(dy, near.flat), e.Pow(near.s, e.like(-near.beta, x)))
+    around = e.MatMul(e.const(near.band.T, x.dtype), e.Mul(scaled, e.Div(near.share, near.s)))
+    dx = e.Sub(scaled, e.Mul(e.Mul(near.share, around), e.like(2 * near.beta, x)))
+    return [e.reshape(dx, size_of(x))]
 
 
 def _band(size: int, before: int, after: int) -> np.ndarray[Any, Any]:

@@ -132,6 +132,7 @@ INEXACT = frozenset(
         "LogSoftmax",
         "Mean",
         "GridSample",
+        "LRN",
         "Mish",
         "ReduceLogSumExp",
         "Selu",
@@ -146,6 +147,7 @@ CASES += [
     for aligned in (0, 1)
 ]
 CASES += [("GridSample", [WIDE, PLACES[:, None]], {"mode": mode}) for mode in ("linear", "nearest")]
+CASES += [("LRN", [WIDE[..., 0]], {"size": size, "alpha": 0.5, "beta": 0.8, "bias": 1.5}) for size in (1, 3, 5)]
 #: Inputs that say sizes, axes and places: constants.
 SAID = {
     "Reshape": 1,
