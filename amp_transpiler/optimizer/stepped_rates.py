@@ -6,7 +6,7 @@ The program holds their rate, as it holds a number that ``set_lr`` sets; where t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.optimizer.lr_schedule import LRScheduler, count, rate, real
-from amp_transpiler.option_checks import shown
+from amp_transpiler.option_checks import is_real, shown
 from amp_transpiler.runtime.scope import Scope, check_scope
 from amp_transpiler.warn import warn_user
 
@@ -189,14 +189,17 @@ class ReduceOnPlateau(SteppedRate):
 
     def set_state_dict(self, state: dict[str, Any]) -> None:
         """Put the schedule where ``state_dict`` found it, and its rate into the current scope."""
-        missing = self.state_dict().keys() - dict(state)
+        missing = self.state_dict().keys() - (state if isinstance(state, Mapping) else {}).keys()
         if missing:
             raise ArgumentError(f"ReduceOnPlateau.set_state_dict: the state has no {', '.join(sorted(missing))}")
+        epoch, *counted = (count(self, n, state[n], 0) for n in ("last_epoch", "num_bad_epochs", "cooldown_counter"))
+        last, best = rate(self, "last_lr", state["last_lr"]), state["best"]
+        if best is not None and not is_real(best):  # infinite, say
+            raise ArgumentError(f"ReduceOnPlateau.set_state_dict: best is {shown(best)}; expected a number or None")
         scope = check_scope(None)
         states = self._states_in(scope)
-        self._epoch, self._rate = state["last_epoch"], state["last_lr"]
-        self.best, self.num_bad_epochs = state["best"], state["num_bad_epochs"]
-        self.cooldown_counter = state["cooldown_counter"]
+        self._epoch, self._rate, self.best = epoch, last, best
+        self.num_bad_epochs, self.cooldown_counter = counted
         self._write(scope, states)
 
 

@@ -46,8 +46,8 @@ class Scope(OfOneProcess):
         self.elsewhere: Mapping[str, int] = MappingProxyType({})
         #: The rows of variables that are dealt out among the ranks, by name; of these it holds its own.
         self.dealt: Mapping[str, int] = MappingProxyType({})
-        #: What let parameters be something else than what is trained, for as long as it lasts; empty: nothing.
-        self.stand_in = ""
+        #: What parameters were before averages took their place for a while, by name, of each such while that goes on.
+        self.replaced: list[dict[str, Any]] = []
         #: The startup programs that have begun state of training steps here, by its name, the latest one last.
         self.begun: Mapping[str, Sequence[weakref.ref[Graph]]] = MappingProxyType({})
         self._lock = StepLock()
@@ -262,10 +262,10 @@ def scope_guard(scope: Scope) -> Iterator[Scope]:
 
 def check_trained(scope: Scope) -> None:
     """OrderError where parameters are something else than what is trained, for the time being."""
-    if scope.stand_in:
+    if scope.replaced:
         raise OrderError(
-            f"inside {scope.stand_in} parameters are not what is trained, and their state is: save it outside; "
-            "save_inference_model takes parameters as they are"
+            "inside ExponentialMovingAverage.applied parameters are not what is trained, and their state is: save it "
+            "outside; save_inference_model takes parameters as they are"
         )
 
 

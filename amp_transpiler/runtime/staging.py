@@ -14,7 +14,7 @@ import numpy as np
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.types import element_type
 from amp_transpiler.lists import place_traits
-from amp_transpiler.option_checks import is_whole
+from amp_transpiler.option_checks import whole
 from amp_transpiler.passes.lowering.place import CPUPlace, Place
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.feeds import LITERALS
@@ -116,8 +116,7 @@ class Prefetch(Iterator[dict[Any, Any]]):
     def __init__(
         self, batches: Iterable[Mapping[Any, Any]], stage: Callable[[Mapping[Any, Any]], dict[Any, Any]], ahead: int
     ) -> None:
-        if not is_whole(ahead) or ahead < 1:
-            raise ArgumentError(f"ahead is a number of batches, at least 1; got {ahead!r}")
+        whole("prefetch: ahead", ahead, 1)
         self._line = _Line(batches, stage, ahead)
         weakref.finalize(self, self._line.close)
         run = contextvars.copy_context().run

@@ -254,7 +254,7 @@ def test_no_copy_is_made_of_what_travels() -> None:
     def run(engine: NcclEngine, fake: Fake) -> bool:
         trainer = Trainer("mlp", "pure", engine.place)
         trainer.train(range(1))
-        plan = next(iter(trainer.exe._programs[trainer.main].plans.values()))
+        plan = next(iter(trainer.exe._tables.programs[trainer.main].plans.values()))
         held = plan.last.idle[0].binding.buckets  # type: ignore[union-attr]
         travelling = {name: value.data_ptr() for name, value in held.views.items()}
         flats = [flat for calls in held._calls.values() for call in calls for flat in call.sent]

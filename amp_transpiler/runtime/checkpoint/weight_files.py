@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import zipfile
-import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from amp_transpiler.ir.patterns import matching_names
 from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.ir.types import element_type
 from amp_transpiler.program import Program
+from amp_transpiler.runtime.arrays import read_arrays
 from amp_transpiler.runtime.checkpoint.renaming import Renames, renamed
 from amp_transpiler.runtime.checkpoint.restore import restore
 from amp_transpiler.runtime.checkpoint.state_slots import PARAMETER, UNUSED, Key, Stored
@@ -108,16 +107,14 @@ def _read(path: Path) -> list[Stored]:
         )
     if not path.exists():
         raise CheckpointNotFoundError(f"there is no file '{path}'")
-    try:
-        return reader(path)
-    except (OSError, SafetensorError, ValueError, KeyError, zipfile.BadZipFile, zlib.error, EOFError) as error:
-        if isinstance(error, CheckpointError) or reader is _onnx:
-            raise
-        raise CheckpointError(f"'{path}' is no {path.suffix} file that can be read, or is cut short: {error}") from None
+    return reader(path)
 
 
 def _safetensors(path: Path) -> list[Stored]:
-    file = safe_open(path, framework="numpy")
+    try:
+        file = safe_open(path, framework="numpy")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"'{path}' is no safetensors file that can be read, or is cut short: {error}") from None
     found = []
     for name in file.keys():  # noqa: SIM118 (it is no mapping)
         piece = file.get_slice(name)
@@ -129,8 +126,10 @@ def _safetensors(path: Path) -> list[Stored]:
 
 
 def _npz(path: Path) -> list[Stored]:
-    with np.load(path, allow_pickle=False) as file:
-        arrays = {name: file[name] for name in file.files}
+    try:
+        arrays = read_arrays(path)
+    except ArgumentError as error:
+        raise CheckpointError(str(error)) from None
     for name, array in arrays.items():
         if array.dtype.kind not in "biufc":
             raise CheckpointError(
