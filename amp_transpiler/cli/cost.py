@@ -79,12 +79,12 @@ def shapes(program: Program, texts: list[str], label: str = "") -> dict[str, tup
     found: dict[str, tuple[int, ...]] = {}
     for text in texts:
         name, equals, sizes = text.rpartition("=")
-        shape = tuple(map(number, sizes.split(","))) if sizes else ()
-        if not equals or not all(is_whole(size) and 0 <= size < 2**63 for size in shape):
+        given = list(map(number, sizes.split(","))) if sizes else []
+        if not equals or not all(is_whole(size) and 0 <= size < 2**63 for size in given):
             raise ArgumentError(f"--shape takes NAME=SIZE,SIZE, such as image=8,3,224,224, got {text!r}")
         if name in found:
             raise ArgumentError(f"--shape gives '{printable(name)}' twice")
-        found[name] = tuple(map(int, shape))
+        found[name] = tuple(map(int, given))
         _check(program, text, name, found[name], label)
     feeds = {feed.name: (None,) if feed.shape is None else feed.shape for feed in program.inputs if feed.readers}
     named = {size for name in found for size in feeds.get(name, ()) if isinstance(size, str)}

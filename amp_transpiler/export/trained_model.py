@@ -13,9 +13,8 @@ from typing import Any, BinaryIO
 import onnx
 
 from amp_transpiler.errors import ArgumentError, CheckpointMismatchError, ModelFileError
-from amp_transpiler.export.folder import given_path
 from amp_transpiler.export.manifest import FORMAT, MANIFEST, VERSION
-from amp_transpiler.file_targets import PathLike
+from amp_transpiler.file_targets import PathLike, check_target, folder_path
 from amp_transpiler.files import Write, check_outputs, put, write_files
 from amp_transpiler.ir.serializing import serialized
 from amp_transpiler.ir.types import BYTES
@@ -45,7 +44,7 @@ def write_trained_model(folder: PathLike, path: PathLike, checkpoint: PathLike |
             another program. ArgumentError: outputs that cannot be served without this package, ``path`` is an input.
         ModelFileWriteError: the file cannot be written.
     """
-    home, target = given_path(folder, CALL, "a folder first"), given_path(path, CALL, "a path second")
+    home, target = folder_path(folder, f"{CALL}: folder"), check_target(path, f"{CALL}: path")
     said = _manifest(home)
     if not _fits(said):
         raise ModelFileError(f"{CALL}: '{home / MANIFEST}' is damaged: where weights lie is not told; export it again")
@@ -57,7 +56,7 @@ def write_trained_model(folder: PathLike, path: PathLike, checkpoint: PathLike |
         )
     for name in filter(None, (serving["file"], serving["data"])):
         _check(home / name, said["files"][name])
-    source = chosen_checkpoint(home if checkpoint is None else given_path(checkpoint, CALL, "a checkpoint third"))
+    source = chosen_checkpoint(home if checkpoint is None else folder_path(checkpoint, f"{CALL}: checkpoint"))
     inputs = {"folder": [home], "checkpoint": [source]}
     data = Path(f"{target}.data") if serving["data"] else None
     check_outputs({"path": target, "data": data}, inputs)
@@ -118,7 +117,7 @@ class _Weights:
 
 
 def _manifest(home: Path) -> dict[str, Any]:
-    if not (home / MANIFEST).is_file():
+    if not os.path.isfile(home / MANIFEST):
         raise ModelFileError(
             f"{CALL}: '{home}' is no exported step: there is no '{home / MANIFEST}'; give the folder that "
             "Program.export_training or amp-transpile export-step wrote"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -86,7 +86,7 @@ class Preparation:
 
     trainable: tuple[str, ...]
     frozen: tuple[str, ...]
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         head = f"{len(self.trainable)} parameters are trained, {len(self.frozen)} are frozen"

@@ -54,13 +54,6 @@ def split(params_grads: ParamsGrads, key: Callable[[Variable], Hashable]) -> lis
     return list(parts.values())
 
 
-def checked_loss(loss: Variable) -> Variable:
-    """``loss`` itself; ArgumentTypeError where it is no variable."""
-    if not isinstance(loss, Variable):
-        raise ArgumentTypeError(f"loss must be a Variable, not {type(loss).__name__}")
-    return loss
-
-
 def called(callbacks: Sequence[Callback] | None, params_grads: ParamsGrads, what: str) -> ParamsGrads:
     """What callbacks make of the pairs, one after the other. ArgumentTypeError: no list of functions, or of pairs."""
     if not (callbacks is None or (isinstance(callbacks, list | tuple) and all(map(callable, callbacks)))):

@@ -85,7 +85,7 @@ class _ByFunction(SteppedRate):
         super().__init__(learning_rate, last_epoch)
 
     def _factor(self, step: int) -> float:
-        return real(self, f"lr_lambda({step})", self.lr_lambda(step), "a number")
+        return real(self, f"lr_lambda({step})", self.lr_lambda(step))
 
 
 @paddle_arguments("optimizer.stepped")

@@ -24,6 +24,7 @@ from amp_transpiler.passes.lowering.place import CPUPlace, Place
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.forks import OfOneProcess
 from amp_transpiler.runtime.locks import StepLock
+from amp_transpiler.runtime.providers import lies_on
 from amp_transpiler.spelling import near_names
 
 
@@ -147,7 +148,7 @@ class Scope(OfOneProcess):
     def ort_value_on(self, place: Place, name: str) -> Any:
         """The value on ``place``, moved there for good where it lay elsewhere; None where there is none."""
         value = self._values.get(name)
-        if value is not None and not device_tensors.on(value, place):
+        if value is not None and not lies_on(value, place):
             value = self._values[name] = device_tensors.copy_to(value, place)
         return value
 

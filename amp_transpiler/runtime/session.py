@@ -339,7 +339,7 @@ def _check_fallen(found: Sequence[str], place: Place, settings: Settings, name: 
         raise _place_error(place, name, found)
     if found:
         warn_user(
-            f"program '{name}' runs on {place!r} except {', '.join(found[:8])}{' …' if len(found) > 8 else ''} on the "
+            f"program '{name}' runs on {place!r} except {listed(found, 8, quote='')} on the "
             "CPU, where stock onnxruntime does not round 16-bit results as a GPU does"
         )
 

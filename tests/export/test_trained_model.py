@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         amp.write_trained_model(folder, out, tmp_path / "none")
     with pytest.raises(ValueError, match="are the same file"):
         amp.write_trained_model(folder, folder / "train.onnx", trained)
-    with pytest.raises(TypeError, match="takes a path second"):
+    with pytest.raises(TypeError, match="path is 3; expected the path of a file"):
         amp.write_trained_model(folder, 3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"is no exported step: there is no '.*manifest.json'; give the folder that"):
         amp.write_trained_model(tmp_path, out)

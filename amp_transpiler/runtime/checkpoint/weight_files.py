@@ -105,7 +105,7 @@ def _read(path: Path) -> list[Stored]:
             "written as safetensors by safetensors.torch.save_file(model.state_dict(), path); a "
             "checkpoint of this package is read by load_checkpoint"
         )
-    if not path.exists():
+    if not os.path.exists(path):
         raise CheckpointNotFoundError(f"there is no file '{path}'")
     return reader(path)
 

@@ -100,7 +100,7 @@ def test_paths_that_are_none(tmp_path: Path) -> None:
         lambda path: amp.save_checkpoint(path, net.main, scope),
         lambda path: amp.save_checkpoint(path, net.main, scope, step=1),
     ):
-        with pytest.raises(ArgumentError, match="no path"):
+        with pytest.raises(ArgumentError, match="path is .*; expected the path of a folder"):
             call(str(tmp_path / "a\0b"))
         with pytest.raises(CheckpointError):
             found = call(tmp_path / "loop")
