@@ -261,7 +261,7 @@ def scope_guard(scope: Scope) -> Iterator[Scope]:
         yield scope
 
 
-def check_trained(scope: Scope) -> None:
+def check_not_replaced(scope: Scope) -> None:
     """OrderError where parameters are something else than what is trained, for the time being."""
     if scope.replaced:
         raise OrderError(

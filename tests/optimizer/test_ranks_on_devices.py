@@ -86,8 +86,8 @@ def test_what_is_fed_and_fetched_goes_through_memory_of_the_device(monkeypatch: 
         copied.append(value.shape())
         return device_tensors.copy_to(value, place)
 
-    apart = {"on": lambda value, _: value._numpy_obj is None, "copy_to": copy_to}  # what numpy made is on the host
-    monkeypatch.setattr(chain, "device_tensors", SimpleNamespace(**vars(device_tensors) | apart))
+    monkeypatch.setattr(chain, "lies_on", lambda value, _: value._numpy_obj is None)  # what numpy made is on the host
+    monkeypatch.setattr(chain, "device_tensors", SimpleNamespace(**vars(device_tensors) | {"copy_to": copy_to}))
     close(on_devices(2, trained("mlp", "fp32")), expected, 1e-6)
     assert copied == [[4, 16]] * 2 * STEPS
 

@@ -55,7 +55,7 @@ from amp_transpiler.runtime.checkpoint.writing import (
     write_checkpoint,
 )
 from amp_transpiler.runtime.collective.current import by_rank_0
-from amp_transpiler.runtime.scope import Scope, check_scope, check_trained
+from amp_transpiler.runtime.scope import Scope, check_not_replaced, check_scope
 from amp_transpiler.runtime.shards import Pieces, open_sums
 from amp_transpiler.runtime.states import fits, type_message
 from amp_transpiler.version import __version__
@@ -252,7 +252,7 @@ def gathered_state(program: Program, scope: Scope) -> tuple[dict[str, Any], dict
 
     Without what the caller of :func:`save_checkpoint` says, and without the file. ScopeError as there.
     """
-    check_trained(scope)
+    check_not_replaced(scope)
     slots = state_slots(program)
     values = {v.name: value for v in slots if (value := _held(v, slots[v], program, scope)) is not None}
     values |= {v.name: awaited(v) for v in open_sums(program, scope)}
