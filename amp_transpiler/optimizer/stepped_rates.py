@@ -31,9 +31,9 @@ class SteppedRate(LRScheduler):
     def __init__(self, learning_rate: float, last_epoch: int = -1) -> None:
         super().__init__(learning_rate=rate(self, "learning_rate", learning_rate))
         self.base_lr = self._rate = float(learning_rate)
-        self._by_user = True
-        self._epoch = count(self, "last_epoch", last_epoch, -1) + 1
-        self._rate = self.value(self._epoch)
+        self._by_user, self._epoch = True, 0
+        first = count(self, "last_epoch", last_epoch, -1) + 1
+        self._rate, self._epoch = self.value(first), first
 
     __eq__ = object.__eq__  # what it does next is in no description
     __hash__ = object.__hash__
@@ -97,6 +97,7 @@ class LambdaDecay(_ByFunction):
 
     def value(self, step: int) -> float:
         """The rate of step ``step``, the first being 0."""
+        step = count(self, "step", step, 0)
         return rate(self, f"learning_rate * lr_lambda({step})", self.base_lr * self._factor(step))
 
 
@@ -106,8 +107,9 @@ class MultiplicativeDecay(_ByFunction):
 
     def value(self, step: int) -> float:
         """The rate of step ``step``, the first being 0."""
-        found = self.base_lr
-        for each in range(1, step + 1):
+        step = count(self, "step", step, 0)
+        at, found = (self._epoch, self._rate) if step >= self._epoch else (0, self.base_lr)
+        for each in range(at + 1, step + 1):  # on from where it stands: the factors before are not computed again
             found *= self._factor(each)
         return rate(self, f"the rate of step {step}", found)
 

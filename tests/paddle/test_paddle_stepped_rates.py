@@ -184,6 +184,29 @@ def test_a_state_that_is_none_changes_nothing(changed: dict[str, Any] | None, sa
         rule.set_state_dict(before)
 
 
+def test_a_factor_is_computed_once_for_each_step() -> None:
+    asked = list[int]()
+
+    def factor(step: int) -> float:
+        asked.append(step)
+        return 1 - 1 / (step + 2)
+
+    rule = lr.MultiplicativeDecay(0.3, factor)
+    net = Net(rule)
+    with amp.scope_guard(net.scope):
+        for _ in range(50):
+            rule.step()
+        assert asked == list(range(1, 51))
+        there = rule.get_lr()
+        rule.step(20)
+        assert rule.get_lr() == rule.value(20) == lr.MultiplicativeDecay(0.3, factor, 19).get_lr() > there
+        rule.step(50)
+        assert rule.get_lr() == there == lr.MultiplicativeDecay(0.3, factor).value(50)
+    for schedule in (rule, lr.LambdaDecay(0.3, factor)):
+        with pytest.raises(ArgumentError, match="step is .*; expected a whole number"):
+            schedule.value(1.5)  # type: ignore[arg-type]
+
+
 def test_a_function_that_fails_leaves_the_schedule_where_it_stood() -> None:
     rule = lr.LambdaDecay(1.0, lambda step: {0: 1.0, 1: 0.5}[step])
     net = Net(rule)

@@ -31,7 +31,7 @@ from amp_transpiler.errors import (
 )
 from amp_transpiler.file_targets import PathLike, folder_path
 from amp_transpiler.ir.nodes import Variable
-from amp_transpiler.option_checks import is_whole, whole
+from amp_transpiler.option_checks import is_whole, switch, whole
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.checkpoint.reading import TensorFile, read_checkpoint, read_meta
@@ -187,7 +187,7 @@ def load_checkpoint(
     folder, meta, file = _last_read(folder_path(path, f"{call}: path"))
     what = f"checkpoint '{folder}'"
     stored = stored_tensors(meta, file, program, rename, what)
-    found = restore(program, stored, scope, what, strict=strict)
+    found = restore(program, stored, scope, what, strict=switch(f"{call}: strict", strict))
     warn_of_window(program, stored, what)
     same = meta["program"]["fingerprint"] == fingerprint(program)
     if not same and not found.converted and rename is None:

@@ -15,6 +15,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError, CheckpointEr
 from amp_transpiler.ir.patterns import matching_names
 from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.ir.types import element_type
+from amp_transpiler.option_checks import switch
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.arrays import read_arrays
 from amp_transpiler.runtime.checkpoint.renaming import Renames, renamed
@@ -84,7 +85,7 @@ def load_weights(
         name = names[one.name]
         if name is not None:
             stored[("value", name, 0)] = _transposed(one) if one in turned else one
-    found = restore(program, stored, scope, f"'{file}'", strict=strict, weights_only=True)
+    found = restore(program, stored, scope, f"'{file}'", strict=switch(f"{_CALL}: strict", strict), weights_only=True)
     found.put(program, scope)
     return LoadedWeights(file, (*found.values, *found.others), tuple(found.missing), tuple(found.extra))
 
