@@ -196,11 +196,11 @@ def _remove_leftover(workspace: Path) -> None:
             os.rmdir(workspace)
 
 
-def _stamp(path: Path) -> list[int] | None:
+def stamp(path: Path) -> list[int] | None:
     """What tells a file from one that was put in its place; None where there is none."""
     try:
         found = os.lstat(path)
-    except FileNotFoundError:
+    except OSError:
         return None
     return [found.st_ino, found.st_size, found.st_mtime_ns]
 
@@ -217,8 +217,8 @@ def _finish(workspace: Path) -> None:
         said = None  # it was not whole: nothing had been renamed
     if not isinstance(said, dict) or said.get("workspace") != workspace.stat().st_ino:
         return
-    waiting = [(name, stamp) for name, stamp in said["files"] if (workspace / _NEW / name).exists()]
-    if any(_stamp(workspace.parent / name) not in (None, stamp) for name, stamp in waiting):
+    waiting = [(name, before) for name, before in said["files"] if (workspace / _NEW / name).exists()]
+    if any(stamp(workspace.parent / name) not in (None, before) for name, before in waiting):
         return
     for name, _ in waiting:
         os.replace(workspace / _NEW / name, workspace.parent / name)
@@ -263,7 +263,7 @@ class Group:
 
     def leave(self, path: Path) -> None:
         """Let a file be removed after the commit, as it is now: what belongs to one that is replaced."""
-        self._left[path] = _stamp(path)
+        self._left[path] = stamp(path)
 
     def staged(self, path: PathLike) -> Path:
         """Where a file that was added lies until the commit, under its own name, and its data beside it."""
@@ -297,9 +297,9 @@ class Group:
         for folder in self._workspaces:
             with suppress(OSError):  # they stand; a power cut right now may still undo that
                 sync_folder(folder)
-        for path, stamp in self._left.items():
+        for path, before in self._left.items():
             with suppress(OSError):  # as one that another program holds open, on Windows
-                if stamp is not None and _stamp(path) == stamp:
+                if before is not None and stamp(path) == before:
                     path.unlink()
 
     def _at(self, target: Path) -> Workspace:
@@ -313,7 +313,7 @@ class Group:
                 with open(workspace.journal, "x", encoding="utf-8") as stream:
                     said = {
                         "workspace": workspace.path.stat().st_ino,
-                        "files": [(name, _stamp(folder / name)) for name in names],
+                        "files": [(name, stamp(folder / name)) for name in names],
                     }
                     json.dump(said, stream)
                     stream.flush()

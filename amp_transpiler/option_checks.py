@@ -32,6 +32,8 @@ def is_finite(value: Any) -> TypeGuard[float]:
         return False
 
 
+#: The largest number of steps, which programs count in int32.
+LARGEST_COUNT = 2**31 - 1
 #: Characters of a value in a message.
 _SHOWN = 200
 
@@ -86,6 +88,12 @@ def whole(called: str, value: Any, least: int, most: int | None = None) -> None:
     if value < least or (most is not None and value > most):
         expected = f"at least {least}" if most is None else f"{least} to {most}"
         raise ArgumentError(f"{called} is {shown(value)}; expected a whole number, {expected}")
+
+
+def share(called: str, value: Any) -> None:
+    """ArgumentError for what is no number from 0 to below 1."""
+    if not is_real(value) or not 0 <= value < 1:
+        raise ArgumentError(f"{called} is {shown(value)}; expected a number from 0 to below 1")
 
 
 def switch(called: str, value: Any) -> bool:

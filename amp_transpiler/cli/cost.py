@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from amp_transpiler.cli.terminal import many, printable
+from amp_transpiler.cli.terminal import many, number, printable
 from amp_transpiler.conversion.converting import convert
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists.devices import devices
+from amp_transpiler.option_checks import is_whole
 from amp_transpiler.passes.lowering.cost_comparison import compare_costs
 from amp_transpiler.passes.lowering.cost_estimate import CostEstimate
 from amp_transpiler.passes.lowering.place import PLACES, no_faster
@@ -78,11 +79,12 @@ def shapes(program: Program, texts: list[str], label: str = "") -> dict[str, tup
     found: dict[str, tuple[int, ...]] = {}
     for text in texts:
         name, equals, sizes = text.rpartition("=")
-        if not equals or not all(size.strip().isdecimal() for size in sizes.split(",") if sizes):
+        given = list(map(number, sizes.split(","))) if sizes else []
+        if not equals or not all(is_whole(size) and 0 <= size < 2**63 for size in given):
             raise ArgumentError(f"--shape takes NAME=SIZE,SIZE, such as image=8,3,224,224, got {text!r}")
         if name in found:
             raise ArgumentError(f"--shape gives '{printable(name)}' twice")
-        found[name] = tuple(int(size) for size in sizes.split(",") if sizes)
+        found[name] = tuple(map(int, given))
         _check(program, text, name, found[name], label)
     feeds = {feed.name: (None,) if feed.shape is None else feed.shape for feed in program.inputs if feed.readers}
     named = {size for name in found for size in feeds.get(name, ()) if isinstance(size, str)}

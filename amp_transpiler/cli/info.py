@@ -9,6 +9,7 @@ from amp_transpiler.cli import cost, plan_ranks
 from amp_transpiler.cli.diff import sizes
 from amp_transpiler.cli.terminal import printable
 from amp_transpiler.errors import ArgumentError
+from amp_transpiler.option_checks import flag
 from amp_transpiler.passes.canonicalize.inlining import TryInlineFunctions
 from amp_transpiler.passes.pipeline import Pipeline
 from amp_transpiler.passes.view.kernel_faults import is_foreign, leaves
@@ -53,7 +54,7 @@ def _check(options: argparse.Namespace) -> None:
     ):
         for name in names:
             if not wanted and getattr(options, name) not in (None, False):
-                raise ArgumentError(f"info: --{name.replace('_', '-')} goes with {what}, which is not given")
+                raise ArgumentError(f"info: {flag(name)} goes with {what}, which is not given")
 
 
 def _operators(program: Program) -> str:

@@ -44,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def show(options: argparse.Namespace) -> None:
     """Print a plan for each device."""
-    counts = [int(text) if text.isdecimal() else text for each in options.ranks for text in each.split(",") if text]
+    counts: Any = [number(text) for each in options.ranks for text in each.split(",") if text]
     if options.bandwidth is None:
         raise ArgumentError("--ranks needs --bandwidth, the GB/s that a node sends to others: 12.5, say")
     if not options.device and options.step_time is None:

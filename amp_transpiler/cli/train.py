@@ -9,6 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from amp_transpiler import distributed
+from amp_transpiler.cli.terminal import one_of
 from amp_transpiler.cli.training_options import add_training_options, training_options
 from amp_transpiler.errors import AmpError, ArgumentError, ArgumentTypeError, ListError
 from amp_transpiler.finetune import fit
@@ -18,8 +19,6 @@ from amp_transpiler.stops import stop_of
 
 #: Arguments that are none of the fields of FitOptions.
 _OTHERS = ("command", "input", "output", "data", "test", "checkpoint", "log", "place", "cache_dir", "quiet")
-
-_KINDS = "{" + ",".join(PLACES) + "}"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -108,7 +107,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "what lies there; options given win over those it was made with",
     )
     parser.add_argument("--log", metavar="FOLDER", help="steps.csv, epochs.csv and TensorBoard")
-    parser.add_argument("--place", metavar=_KINDS, default="cpu", help="where to train (default: %(default)s)")
+    parser.add_argument("--place", metavar=one_of(PLACES), default="cpu", help="where to train (default: %(default)s)")
     parser.add_argument(
         "--cache-dir", metavar="FOLDER", help="keep optimised models there: the same training then starts sooner"
     )

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from amp_transpiler.cli.terminal import number
+from amp_transpiler.cli.terminal import number, one_of
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.finetune.metrics import METRICS
 from amp_transpiler.finetune.options import LOSSES, MODES, OPTIMIZERS, SCHEDULES, FitOptions
@@ -49,14 +49,14 @@ def add_training_options(parser: argparse.ArgumentParser, without: Collection[st
         default = f" (default: {value})" if isinstance(value, str | float | int) else ""
         parser.add_argument(flag, default=argparse.SUPPRESS, help=text + default, **more)
 
-    def one_of(flag: str, text: str, choices: Iterable[str]) -> None:
-        option(flag, text, metavar=f"{{{','.join(choices)}}}")  # FitOptions refuses others, and reads their spellings
+    def choice(flag: str, text: str, choices: Iterable[str]) -> None:
+        option(flag, text, metavar=one_of(choices))  # FitOptions refuses others, and reads their spellings
 
     def many(flag: str, metavar: str, text: str, **more: Any) -> None:
         option(flag, text, nargs="+", action="extend", metavar=metavar, **more)
 
     option("--label", "the label's array", metavar="NAME")
-    one_of("--loss", "what is minimised", LOSSES)
+    choice("--loss", "what is minimised", LOSSES)
     option(
         "--label-smoothing",
         "share of a label's probability that is spread over all classes",
@@ -64,7 +64,7 @@ def add_training_options(parser: argparse.ArgumentParser, without: Collection[st
         metavar="SHARE",
     )
     option("--output", "what the loss reads (default: the first float output)", dest="target", metavar="NAME")
-    one_of("--metric", "what is reported beside the loss (default: what suits the loss)", METRICS)
+    choice("--metric", "what is reported beside the loss (default: what suits the loss)", METRICS)
     option(
         "--patience",
         "end after so many epochs in a row without a better one by --monitor (default: never)",
@@ -76,15 +76,15 @@ def add_training_options(parser: argparse.ArgumentParser, without: Collection[st
     )
     option("--min-delta", "by how much an epoch has to be better", type=number, metavar="NUMBER")
     option("--restore-best-weights", "write the weights of the best epoch, not of the last", action="store_true")
-    one_of("--mode", "precision to train in; pure stores parameters in 16 bit too", MODES)
-    one_of("--dtype", "the 16-bit type", ["float16", "bfloat16"])
-    one_of("--save", "precision of OUT.onnx (default: as trained)", MODES)
+    choice("--mode", "precision to train in; pure stores parameters in 16 bit too", MODES)
+    choice("--dtype", "the 16-bit type", ["float16", "bfloat16"])
+    choice("--save", "precision of OUT.onnx (default: as trained)", MODES)
     many("--black-list", "OP", "operators to keep in fp32")
     option("--loss-scale", "loss scale to begin with (default: 32768 in float16)", type=number, metavar="NUMBER")
-    one_of("--optimizer", "the update rule", OPTIMIZERS)
+    choice("--optimizer", "the update rule", OPTIMIZERS)
     option("--lr", "learning rate", type=number)
     option("--weight-decay", "coefficient of weight decay (default: the optimizer's own)", type=number)
-    one_of("--schedule", "of the learning rate, down to 0 at the end", SCHEDULES)
+    choice("--schedule", "of the learning rate, down to 0 at the end", SCHEDULES)
     option("--warmup-steps", "updates while the rate rises from 0", type=number, metavar="N")
     option("--clip-norm", "scale gradients down to this global norm", type=number, metavar="NORM")
     option("--accumulate", "batches whose gradients are averaged for one update", type=number, metavar="N")
@@ -114,7 +114,7 @@ def add_training_options(parser: argparse.ArgumentParser, without: Collection[st
         "of several ranks: each holds and updates its part of masters and moments",
         action="store_true",
     )
-    one_of(
+    choice(
         "--allreduce-precision",
         "of several ranks: the type in which gradients travel (default: that of the training)",
         ["float16", "bfloat16", "float32"],

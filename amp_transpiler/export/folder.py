@@ -12,10 +12,10 @@ from typing import Any
 import onnx
 from safetensors import SafetensorError
 
-from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ModelFileWriteError
+from amp_transpiler.errors import ArgumentError, ModelFileWriteError
 from amp_transpiler.export.manifest import FORMAT, MANIFEST, PlaceStep
 from amp_transpiler.export.serving import SERVED, places_of
-from amp_transpiler.file_targets import check_space
+from amp_transpiler.file_targets import check_space, folder_path
 from amp_transpiler.files import Group, put, remove_leftovers
 from amp_transpiler.ir.serializing import LIMIT, serialized
 from amp_transpiler.runtime.checkpoint.writing import META, TENSORS, checksum, file_hash, write_tensors
@@ -24,23 +24,20 @@ from amp_transpiler.runtime.checkpoint.writing import META, TENSORS, checksum, f
 _WORTH = 1024
 
 
-def given_path(given: Any, call: str, what: str) -> Path:
-    """What was given as a path; ArgumentTypeError where it is none."""
-    if not isinstance(given, (str, os.PathLike)) or not str(given) or "\0" in str(given):
-        raise ArgumentTypeError(f"{call} takes {what}, got {given!r:.200}")
-    return Path(given)
-
-
 def checked_folder(folder: Any, call: str, overwrite: bool) -> Path:
     """Where an exported step is written. ArgumentError where something is there that must stay."""
-    path = given_path(folder, call, "a folder first")
-    if path.is_symlink() or (path.exists() and not path.is_dir()):
-        kind = "a symbolic link" if path.is_symlink() else "a file"
+    path = folder_path(folder, f"{call}: folder")
+    if os.path.islink(path) or (os.path.exists(path) and not os.path.isdir(path)):
+        kind = "a symbolic link" if os.path.islink(path) else "a file"
         raise ArgumentError(f"{call}: '{path}' is {kind}; name a new folder, or one that holds an exported step")
-    if path.is_dir():
-        remove_leftovers(path)  # an export that was killed here is done again
-    if not path.is_dir() or not os.listdir(path):
+    remove_leftovers(path)  # an export that was killed here is done again
+    try:
+        if not os.listdir(path):
+            return path
+    except FileNotFoundError:
         return path
+    except OSError as error:
+        raise ModelFileWriteError(f"{call}: folder '{path}' cannot be read: {error.strerror or error}") from None
     if not _is_ours(path):
         raise ArgumentError(f"{call}: folder '{path}' is not empty, and holds no exported step; name another")
     if not overwrite:
@@ -75,7 +72,7 @@ def write_folder(
 
     ModelFileWriteError where that fails; the folder is then as it was.
     """
-    before = _said(folder) if folder.is_dir() else None
+    before = _said(folder)
     made = _make(folder)
     try:
         with Group() as group:
@@ -103,7 +100,7 @@ def write_folder(
             manifest["serving"] = None
             if served is not None:
                 data, content = _add_model(group, folder, SERVED, served)
-                weights = places_of(served, content, SERVED, list(values))
+                weights = places_of(served, content, list(values))
                 manifest["serving"] = {"file": SERVED, "data": data, "weights": weights}
                 names += [*filter(None, [data]), SERVED]
             manifest["files"] = sums | {name: _sums(group.staged(folder / name)) for name in names}

@@ -19,6 +19,7 @@ from amp_transpiler.lists import place_traits
 from amp_transpiler.passes.lowering.lowered import Port
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.passes.view.training_step import TrainingStep
+from amp_transpiler.runtime.checkpoint.writing import TENSORS
 
 FORMAT, VERSION = "amp_transpiler.training_step", 1
 MANIFEST = "manifest.json"
@@ -64,7 +65,7 @@ def checkpoint_text(meta: Mapping[str, Any]) -> str:
 
     With ``${step}``, ``${bytes}``, ``${sha256}`` and ``${runner}`` in the places of what a runner knows.
     """
-    file = {"name": "state.safetensors", "bytes": BYTES, "sha256": SHA256}
+    file = {"name": TENSORS, "bytes": BYTES, "sha256": SHA256}
     versions = {**meta["versions"], "runner": RUNNER}
     counted = {"number": STEP, "step": STEP, "data_position": None, "extra": None}
     said = {**meta, **counted, "file": file, "versions": versions}

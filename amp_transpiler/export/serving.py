@@ -36,10 +36,10 @@ def serving_model(programs: StepPrograms, scope: Scope) -> onnx.ModelProto | Non
     return pruned(test, feeds, list(programs.outputs)).to_onnx(scope=scope)
 
 
-def places_of(model: onnx.ModelProto, content: bytes, file: str, states: Sequence[str]) -> list[dict[str, Any]]:
-    """Where the bytes of each state lie that a model reads: ``file``, or that of its data, offset and length.
+def places_of(model: onnx.ModelProto, content: bytes, states: Sequence[str]) -> list[dict[str, Any]]:
+    """Where the bytes of each state lie that a model reads: :data:`SERVED`, or that of its data, offset and length.
 
-    ``content`` is the model as it stands in ``file``.
+    ``content`` is the model as it stands in the file.
     """
     inside = contents(content)
     outside = {tensor.name: tensor for tensor in model.graph.initializer if tensor.external_data}
@@ -49,7 +49,7 @@ def places_of(model: onnx.ModelProto, content: bytes, file: str, states: Sequenc
             said: Mapping[str, str] = {entry.key: entry.value for entry in outside[state].external_data}
             found.append(_place(state, said["location"], int(said["offset"]), int(said["length"])))
         elif state in inside:
-            found.append(_place(state, file, *inside[state]))
+            found.append(_place(state, SERVED, *inside[state]))
     return found
 
 

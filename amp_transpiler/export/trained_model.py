@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import onnx
 
 from amp_transpiler.errors import ArgumentError, CheckpointMismatchError, ModelFileError
-from amp_transpiler.export.folder import given_path
 from amp_transpiler.export.manifest import FORMAT, MANIFEST, VERSION
-from amp_transpiler.file_targets import PathLike
+from amp_transpiler.file_targets import PathLike, check_target, folder_path
 from amp_transpiler.files import Write, check_outputs, put, write_files
 from amp_transpiler.ir.serializing import serialized
 from amp_transpiler.ir.types import BYTES
+from amp_transpiler.option_checks import is_whole
 from amp_transpiler.runtime.checkpoint.checkpoints import chosen_checkpoint
 from amp_transpiler.runtime.checkpoint.reading import read_checkpoint
 from amp_transpiler.runtime.checkpoint.writing import file_hash
@@ -43,19 +44,19 @@ def write_trained_model(folder: PathLike, path: PathLike, checkpoint: PathLike |
             another program. ArgumentError: outputs that cannot be served without this package, ``path`` is an input.
         ModelFileWriteError: the file cannot be written.
     """
-    home, target = given_path(folder, CALL, "a folder first"), given_path(path, CALL, "a path second")
+    home, target = folder_path(folder, f"{CALL}: folder"), check_target(path, f"{CALL}: path")
     said = _manifest(home)
+    if not _fits(said):
+        raise ModelFileError(f"{CALL}: '{home / MANIFEST}' is damaged: where weights lie is not told; export it again")
     serving = said["serving"]
     if serving is None:
         raise ArgumentError(
             f"{CALL}: the outputs of program '{said['program']['name']}' need operators that onnxruntime alone does "
             f"not have, so '{home}' has no model to serve them with; export it with other outputs"
         )
-    if not _fits(said):
-        raise ModelFileError(f"{CALL}: '{home / MANIFEST}' is damaged: where weights lie is not told; export it again")
     for name in filter(None, (serving["file"], serving["data"])):
         _check(home / name, said["files"][name])
-    source = chosen_checkpoint(home if checkpoint is None else given_path(checkpoint, CALL, "a checkpoint third"))
+    source = chosen_checkpoint(home if checkpoint is None else folder_path(checkpoint, f"{CALL}: checkpoint"))
     inputs = {"folder": [home], "checkpoint": [source]}
     data = Path(f"{target}.data") if serving["data"] else None
     check_outputs({"path": target, "data": data}, inputs)
@@ -109,14 +110,14 @@ class _Weights:
 
         return write
 
-    def _of(self, file: str) -> Any:
+    def _of(self, file: str) -> Iterator[tuple[int, bytes]]:
         for one in self.places:
             if one["file"] == file:
                 yield one["offset"], self._file.read(one["state"]).tobytes()
 
 
 def _manifest(home: Path) -> dict[str, Any]:
-    if not (home / MANIFEST).is_file():
+    if not os.path.isfile(home / MANIFEST):
         raise ModelFileError(
             f"{CALL}: '{home}' is no exported step: there is no '{home / MANIFEST}'; give the folder that "
             "Program.export_training or amp-transpile export-step wrote"
@@ -134,13 +135,20 @@ def _manifest(home: Path) -> dict[str, Any]:
 
 
 def _fits(said: Mapping[str, Any]) -> bool:
-    """Whether all is told of the model to serve, and its weights lie inside of its files."""
+    """Whether all is told of the model to serve, where there is one, and its weights lie inside of its files."""
     try:
-        serving = said["serving"]
-        files = {name: said["files"][name]["bytes"] for name in (serving["file"], serving["data"]) if name is not None}
+        if not all(isinstance(said["program"][key], str) for key in ("name", "fingerprint")):
+            return False
+        if (serving := said["serving"]) is None:
+            return True
+        files = {name: said["files"][name] for name in (serving["file"], serving["data"]) if name is not None}
+        if any(os.path.basename(name) != name or "\0" in name or not one["sha256"] for name, one in files.items()):
+            return False
         sizes = {one["name"]: BYTES[one["dtype"]] * math.prod(one["shape"]) for one in said["states"]}
-        return "fingerprint" in said["program"] and all(
-            one["bytes"] == sizes[one["state"]] and 0 <= one["offset"] <= files[one["file"]] - one["bytes"]
+        return all(
+            one["bytes"] == sizes[one["state"]]
+            and is_whole(one["offset"])
+            and 0 <= one["offset"] <= files[one["file"]]["bytes"] - one["bytes"]
             for one in serving["weights"]
         )
     except (KeyError, TypeError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import zlib
 from collections.abc import Iterator, Mapping
@@ -16,12 +15,10 @@ from amp_transpiler.errors import ArgumentTypeError, FeedError, FeedTypeError
 from amp_transpiler.finetune.metrics import IGNORED
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import FLOATS, element_type
-from amp_transpiler.runtime.arrays import array_names, as_declared, as_ranked, check_declared, read_arrays
+from amp_transpiler.runtime.arrays import array_names, as_declared, as_ranked, check_declared, pieces, read_arrays
 from amp_transpiler.runtime.collective.shares import dealt
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
-#: Elements of the pieces in which arrays are looked through.
-_PIECE = 1 << 22
 
 
 def read(source: Source, wanted: list[str], what: str, option: str = "") -> dict[str, np.ndarray]:
@@ -98,7 +95,7 @@ class Samples:
         other = Samples.of(arrays, [label], self.what)
         both = {**self.arrays, **other.arrays}
         name = label.name if ignorable else None
-        if ignorable and not any((piece != IGNORED).any() for _, piece in _pieces(other.arrays[label.name])):
+        if ignorable and not any((piece != IGNORED).any() for _, piece in pieces(other.arrays[label.name])):
             raise FeedError(f"{self._array(label.name)} holds {IGNORED} alone: no label counts")
         return Samples(self.what, both, {**self.dtypes, **other.dtypes}, _count(both, self.what), name)
 
@@ -178,7 +175,7 @@ def batch_sizes(count: int, batch: int, accumulate: int, *, whole: bool = False)
 def check_labels(samples: Samples, label: str, loss: str, classes: Any) -> None:
     """FeedError where a label is no class of an output of so many classes, or no probability."""
     array, what = samples.arrays[label], f"{samples.what}: label array '{label}'"
-    for start, piece in _pieces(array):
+    for start, piece in pieces(array):
         if loss == "cross_entropy":
             wrong = (piece < 0) & (piece != IGNORED)
             if isinstance(classes, int):
@@ -204,7 +201,7 @@ def check_classes(array: np.ndarray, what: str, ways: str) -> None:
         raise FeedTypeError(f"{what} is {array.dtype}; the loss cross_entropy takes classes, which are whole numbers")
     if element_type(array.dtype) not in FLOATS:
         return
-    for start, piece in _pieces(array):
+    for start, piece in pieces(array):
         wrong = np.isfinite(piece) & (piece != np.floor(piece))
         if wrong.any():
             place = _place(wrong, start)
@@ -247,7 +244,7 @@ def _fitted(array: np.ndarray, variable: Variable, what: str) -> np.ndarray:
 def _check_finite(array: np.ndarray, what: str) -> None:
     if element_type(array.dtype) not in FLOATS:
         return
-    for start, piece in _pieces(array):
+    for start, piece in pieces(array):
         wrong = ~np.isfinite(piece.astype(np.float32) if piece.dtype == ml_dtypes.bfloat16 else piece)
         if wrong.any():
             place = _place(wrong, start)
@@ -259,7 +256,7 @@ def _check_finite(array: np.ndarray, what: str) -> None:
 
 def largest(array: np.ndarray) -> float:
     """The largest magnitude in an array of numbers."""
-    found = (float(np.max(np.abs(piece.astype(np.float64)), initial=0.0)) for _, piece in _pieces(array))
+    found = (float(np.max(np.abs(piece.astype(np.float64)), initial=0.0)) for _, piece in pieces(array))
     return max(found, default=0.0)
 
 
@@ -268,15 +265,8 @@ def _place(wrong: np.ndarray, start: int) -> tuple[int, ...]:
     return (int(first[0]) + start, *(int(index) for index in first[1:]))
 
 
-def _pieces(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """The array in parts along its first dimension, each with the index of its first row."""
-    rows = max(1, _PIECE // max(1, math.prod(array.shape[1:])))
-    for start in range(0, len(array), rows):
-        yield start, np.asarray(array[start : start + rows])
-
-
 def _checksum(array: np.ndarray) -> int:
     found = 0
-    for _, piece in _pieces(array):
+    for _, piece in pieces(array):
         found = zlib.crc32(np.ascontiguousarray(piece).view(np.uint8).reshape(-1).data, found)
     return found

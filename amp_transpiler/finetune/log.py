@@ -61,7 +61,7 @@ class Log:
         """The log ends, and not the training, where it cannot be written."""
         try:
             yield
-        except ModelFileWriteError as error:
+        except OSError as error:  # ModelFileWriteError among them
             self._ended = True
             self._tell(f"the log ends before the training, which goes on: {error}")
 
@@ -86,15 +86,18 @@ class Log:
     def __exit__(self, *_: object) -> None:
         for writer in (self._steps, self._board):
             if writer is not None:
-                with suppress(ModelFileWriteError) if self._ended else self._kept_going():
+                with suppress(OSError) if self._ended else self._kept_going():
                     writer.close()
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
     if not path.exists():
         return []
-    with open(path, encoding="utf-8", newline="") as file:
-        return [row for row in csv.DictReader(file) if None not in row and None not in row.values()]
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            return [row for row in csv.DictReader(file) if None not in row and None not in row.values()]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ModelFileWriteError(f"'{path}' cannot be gone on with: {error}") from None
 
 
 def _write(path: Path, names: list[str], rows: list[dict[str, str]]) -> None:
@@ -108,7 +111,7 @@ def _write(path: Path, names: list[str], rows: list[dict[str, str]]) -> None:
 def _cut(path: Path, column: str, end: int) -> None:
     """Leave the rows below ``end`` in a file; no file where none is left."""
     rows = _rows(path)
-    kept = [row for row in rows if row.get(column, "").isdigit() and int(row[column]) < end]
+    kept = [row for row in rows if row.get(column, "").isdecimal() and int(row[column]) < end]
     if kept:
         _write(path, list(kept[0]), kept)
     elif path.exists():

@@ -10,7 +10,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.finetune.metrics import METRICS, default_metric, fits_loss
 from amp_transpiler.finetune.train_mode import check_batch_norm
 from amp_transpiler.ir.seeded import LARGEST_SEED
-from amp_transpiler.option_checks import choice, flag, is_real, number, strings, switch, whole
+from amp_transpiler.option_checks import choice, flag, number, share, strings, switch, whole
 from amp_transpiler.spelling import MODES as MODE_SPELLINGS, TYPES, near_options, read_as
 
 LOSSES = ("cross_entropy", "mse", "bce_with_logits", "kl_div")
@@ -203,8 +203,7 @@ class FitOptions:
         elif name in _NUMBERS:
             number(called, value, taken=_NUMBERS[name])
         elif name == "label_smoothing":
-            if not is_real(value) or not 0 <= value < 1:
-                raise ArgumentError(f"{called} is {value!r}; expected a number from 0 to below 1")
+            share(called, value)
         elif name in ("shard_optimizer", "restore_best_weights"):
             switch(called, value)
         elif name == "batch_norm":
@@ -217,10 +216,7 @@ class FitOptions:
             raise ArgumentTypeError(f"{called} is {value!r}; expected a mapping from names to numbers")
         if name == "dropout":
             for pattern, rate in value.items():
-                if not is_real(rate) or not 0 <= rate < 1:
-                    raise ArgumentError(
-                        f"{called}: the rate of {pattern!r} is {rate!r}; expected a number from 0 to below 1"
-                    )
+                share(f"{called}: the rate of {pattern!r}", rate)
 
     def _check_together(self) -> None:
         if self.mode == "fp32":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,7 @@ from amp_transpiler.ir.patterns import matching_names
 from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.ir.types import numpy_dtype
 from amp_transpiler.ir.weights import become_constants, not_a_weight
+from amp_transpiler.option_checks import shown
 from amp_transpiler.passes.canonicalize.control_flow import expand_control_flow
 from amp_transpiler.passes.canonicalize.fuse_batch_norm import fuse_batch_norms
 from amp_transpiler.passes.canonicalize.fuse_gelu import fuse_gelus
@@ -86,7 +87,7 @@ class Preparation:
 
     trainable: tuple[str, ...]
     frozen: tuple[str, ...]
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         head = f"{len(self.trainable)} parameters are trained, {len(self.frozen)} are frozen"
@@ -284,6 +285,10 @@ def _fix(
             raise ArgumentTypeError(f"prepare_training: {called} is {given!r:.80}; expected a mapping from input names")
     for name, shape in feed_shapes.items():
         variable = _input(program, name, "feed_shapes")
+        if isinstance(shape, str) or not isinstance(shape, Iterable):
+            raise ArgumentTypeError(
+                f"feed_shapes: the shape of input '{name}' is {shown(shape)}; expected a list of sizes"
+            )
         sizes = tuple(shape)
         declared = variable.shape
         if declared is not None and differ(declared, sizes):
@@ -294,7 +299,10 @@ def _fix(
         annotate(program)
     for name, value in values.items():
         variable = _input(program, name, "values")
-        array = np.asarray(value, numpy_dtype(variable.dtype or "float32"))
+        try:
+            array = np.asarray(value, numpy_dtype(variable.dtype or "float32"))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ArgumentError(f"values: {shown(value)} does not fit input '{name}': {error}") from None
         if variable.shape is not None and len(variable.shape) != array.ndim:
             raise ArgumentError(f"values: {value!r} does not fit input '{name}' of shape {list(variable.shape)}")
         program.inputs = [v for v in program.inputs if v is not variable]

@@ -17,6 +17,7 @@ from amp_transpiler.finetune.best_epoch import best_epoch
 from amp_transpiler.finetune.options import FIXED, FitOptions, in_one_spelling, options_of
 from amp_transpiler.finetune.training_record import EpochRecord
 from amp_transpiler.ir.tensors import as_array
+from amp_transpiler.option_checks import is_real
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import Scope
 from amp_transpiler.runtime.checkpoint.checkpoints import latest_checkpoint, load_checkpoint, save_checkpoint
@@ -52,16 +53,11 @@ def find(folder: str | os.PathLike[str]) -> Resumed | None:
     meta = read_meta(path)
     try:
         said = meta["extra"][_KEY]
-        history = tuple(EpochRecord(**_numbers(record)) for record in said["history"])
-        return Resumed(
-            path,
-            int(meta["step"]),
-            int(said["steps"]),
-            in_one_spelling(said["options"]),
-            dict(said["identity"]),
-            history,
-        )
-    except (KeyError, TypeError, ValueError):
+        history = tuple(map(_record, said["history"]))
+        options, identity = dict(said["options"]), {"data": {}, **said["identity"]}
+        dict(identity["data"])
+        return Resumed(path, int(meta["step"]), int(said["steps"]), in_one_spelling(options), identity, history)
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise CheckpointError(
             f"'{path}' is not a checkpoint of amp.fit or `amp-transpile train`, which keep their options in it; "
             "choose another folder. Where a runner of an exported step wrote it, `amp-transpile trained-model FOLDER "
@@ -69,9 +65,11 @@ def find(folder: str | os.PathLike[str]) -> Resumed | None:
         ) from None
 
 
-def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record as it was written: a number that was not finite is NaN again."""
-    return {**record, "loss": float("nan") if record["epoch"] and record["loss"] is None else record["loss"]}
+def _record(said: Mapping[str, Any]) -> EpochRecord:
+    """A record as it was written: a loss that was not finite is NaN again. TypeError for what is no number."""
+    if not all(value is None or is_real(value) for value in dict(said).values()):
+        raise TypeError
+    return EpochRecord(**{**said, "loss": float("nan") if said["epoch"] and said["loss"] is None else said["loss"]})
 
 
 def merged(found: Resumed, given: Mapping[str, Any]) -> tuple[FitOptions, list[str]]:

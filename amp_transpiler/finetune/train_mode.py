@@ -7,14 +7,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from amp_transpiler.errors import ArgumentError, ArgumentTypeError
+from amp_transpiler.errors import ArgumentTypeError
 from amp_transpiler.ir.metadata import ASKED, SYNCHRONIZED
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.patterns import matching, matching_names
 from amp_transpiler.ops.training.drawn import NUMBERED
 from amp_transpiler.ops.training.random import MASK_ID
 from amp_transpiler.ops.training.seeds import rng_state
-from amp_transpiler.option_checks import choice, is_real, listed
+from amp_transpiler.option_checks import choice, listed, share
 from amp_transpiler.program import Program
 
 #: In names of what TensorFlow's exporter makes of batch normalisations. Keras 2 computes other norms likewise.
@@ -151,8 +151,7 @@ def insert_dropout(program: Program, rates: Mapping[str, float]) -> list[str]:
             f"dropout is {rates!r}; expected {{pattern: rate}}, as in {{'*/attention/*Softmax': 0.1}}"
         )
     for pattern, rate in rates.items():
-        if not is_real(rate) or not 0 <= rate < 1:
-            raise ArgumentError(f"dropout: the rate of pattern {pattern!r} is {rate!r}; expected a number in [0, 1)")
+        share(f"dropout: the rate of {pattern!r}", rate)
     notes = []
     forward = program.operators
     for pattern, rate in rates.items():

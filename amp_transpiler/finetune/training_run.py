@@ -12,6 +12,7 @@ import numpy as np
 
 from amp_transpiler.distributed import all_gather_object, rank, world_size
 from amp_transpiler.errors import ArgumentError, DistributedError, FeedError
+from amp_transpiler.files import stamp
 from amp_transpiler.finetune import resume
 from amp_transpiler.finetune.batch import fixed_batch, freed
 from amp_transpiler.finetune.best_epoch import best_epoch, stops
@@ -260,7 +261,7 @@ class Run:
         )
         self.tell.begin()
         history = found.history if found is not None else ()
-        before, done = _stamp(output), found.epochs if found is not None else 0
+        before, done = stamp(output), found.epochs if found is not None else 0
         best = best_epoch(history, options) if options.monitors else None
         kept = self._best_so_far()
         if found is not None and done >= options.epochs:
@@ -355,18 +356,9 @@ def _named(option: str, source: Source, options: FitOptions) -> str:
     return options.called(option)
 
 
-def _stamp(path: Path) -> Any:
-    """What tells a file from one that was put in its place."""
-    try:
-        found = os.lstat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
-
-
 def _left(output: Path, before: Any, checkpoint: Any) -> str:
     """What stands of a training that was broken off, maybe while rank 0 was writing."""
-    written = f"{output} is written" if _stamp(output) != before else f"{output} was not written"
+    written = f"{output} is written" if stamp(output) != before else f"{output} was not written"
     if checkpoint is None:
         return written
     found = resume.find(checkpoint)

@@ -16,7 +16,7 @@ from amp_transpiler.optimizer.levels import by_level, with_levels
 from amp_transpiler.optimizer.loss_scaling import scaling_attributes
 from amp_transpiler.optimizer.scaler import LossScaler
 from amp_transpiler.optimizer.update_rule import UpdateRule
-from amp_transpiler.option_checks import is_whole, switch
+from amp_transpiler.option_checks import switch, whole
 
 _DEFAULT_SCALE = 2.0**15
 _DEFAULT_STEPS = {"incr_every_n_steps": 1000, "decr_every_n_nan_or_inf": 2, "incr_ratio": 2.0, "decr_ratio": 0.8}
@@ -106,8 +106,7 @@ def decorate(
             backoff_factor=decr_ratio,
             backoff_after=decr_every_n_nan_or_inf,
         )
-    if not is_whole(accumulate_steps) or accumulate_steps < 1:
-        raise ArgumentError(f"decorate: accumulate_steps is {accumulate_steps!r}; expected an int from 1 on")
+    whole("decorate: accumulate_steps", accumulate_steps, 1)
     travels = dtype
     if allreduce_precision is not None:
         expected = "'float16', 'bfloat16', 'float32' or None"

@@ -117,24 +117,23 @@ class ExponentialMovingAverage:
 
         A 16-bit parameter gets its average rounded to nearest. Afterwards, also after an error or Ctrl-C, the very
         values of before are back; train outside, where they are, also in other threads (what they train inside is
-        lost, and ``save_checkpoint`` is an OrderError). Where averages lie on several ranks
-        (``amp.distributed.shard_optimizer``) all of them call it.
+        lost, and ``save_checkpoint`` is an OrderError). Threads may be inside side by side: the values are back when
+        the last one leaves. Where averages lie on several ranks (``amp.distributed.shard_optimizer``) all call it.
         OrderError: before ``update``. ScopeError: the startup program never ran.
         """
-        scope = check_scope(scope)
-        with scope.reading():
-            averages = self._values(scope)
-            before, outer = {name: scope.ort_values[name] for name in averages}, scope.stand_in
+        scope, before = check_scope(scope), dict[str, Any]()
         try:
-            scope.hold(averages)
-            scope.stand_in = "ExponentialMovingAverage.applied"
+            with scope.writing():
+                averages = self._values(scope)
+                before |= {name: scope.ort_values[name] for name in averages}
+                scope.replaced.append(before)
+                scope.hold(averages)
             yield scope
         finally:
             try:
-                scope.hold(before)
+                _put_back(scope, before)
             finally:
-                scope.hold(before)  # where Ctrl-C came just before the first
-                scope.stand_in = outer
+                _put_back(scope, before)  # where Ctrl-C came in the first
 
     def copy_to(self, scope: Scope | None = None) -> None:
         """Give parameters, and master weights, the values of their averages for good; errors as of ``applied``."""
@@ -159,3 +158,16 @@ class ExponentialMovingAverage:
             average = found_var(name, scope) if dealt_out else scope.find_var(name)
             found[parameter] = device_tensors.from_array(average.astype(numpy_dtype(dtype), copy=False))
         return found
+
+
+def _put_back(scope: Scope, before: dict[str, Any]) -> None:
+    """Let parameters have the values of ``before`` again; those that another thread has replaced, when that leaves."""
+    with scope.writing():
+        at = next((number for number, each in enumerate(scope.replaced) if each is before), None)
+        if at is None:
+            return
+        inside = {name: later for later in reversed(scope.replaced[at + 1 :]) for name in later}
+        for name in before.keys() & inside.keys():
+            inside[name][name] = before[name]
+        scope.hold({name: value for name, value in before.items() if name not in inside})
+        del scope.replaced[at]

@@ -11,7 +11,7 @@ from amp_transpiler.ir.nodes import OWN, Variable
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.ops.training.clip import GLOBAL_NORM, NORM, VALUE
 from amp_transpiler.ops.training.scaling import master_type
-from amp_transpiler.option_checks import is_finite, is_real
+from amp_transpiler.option_checks import is_real, number
 from amp_transpiler.passes.autodiff.sparse_gradient import replacement
 
 
@@ -32,8 +32,7 @@ class GradientClip:
 
 
 def _limit(owner: GradientClip, name: str, value: Any) -> float:
-    if not is_finite(value) or value <= 0:
-        raise ArgumentError(f"{type(owner).__name__}: {name} is {value!r}; expected a positive number")
+    number(f"{type(owner).__name__}: {name}", value)
     return float(value)
 
 

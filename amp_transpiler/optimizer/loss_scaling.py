@@ -13,7 +13,7 @@ from amp_transpiler.ir.types import FLOATS
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.ops.training.scaling import CHECK, UPDATE_SCALE, master_type
 from amp_transpiler.optimizer.state import owned_name
-from amp_transpiler.option_checks import is_finite, is_whole, switch
+from amp_transpiler.option_checks import LARGEST_COUNT, is_finite, switch, whole
 from amp_transpiler.passes.autodiff.sparse_gradient import replacement
 from amp_transpiler.program import Program
 
@@ -137,8 +137,7 @@ def scaling_attributes(
         ("incr_every_n_steps", incr_every_n_steps),
         ("decr_every_n_nan_or_inf", decr_every_n_nan_or_inf),
     ):
-        if not is_whole(value) or not 1 <= int(value) < 2**31:
-            raise ArgumentError(f"{owner}: {name} is {value!r}; expected a whole number of steps, at least 1")
+        whole(f"{owner}: {name}", value, 1, LARGEST_COUNT)
     for name, value in (("incr_ratio", incr_ratio), ("decr_ratio", decr_ratio)):
         if not is_finite(value):
             raise ArgumentError(f"{owner}: {name} is {value!r}; expected a number")

@@ -11,7 +11,7 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, OrderError
 from amp_transpiler.ops.training.schedule import has_rule, rate_at
-from amp_transpiler.option_checks import is_finite, is_whole, shown
+from amp_transpiler.option_checks import LARGEST_COUNT, is_finite, number, whole
 from amp_transpiler.runtime.scope import Scope, check_scope
 from amp_transpiler.warn import warn_user
 
@@ -186,9 +186,9 @@ class LRScheduler:
 
 
 # -- arguments -----------------------------------------------------------------------------------------------
-def real(owner: Any, name: str, value: Any, wanted: str) -> float:
+def real(owner: Any, name: str, value: Any) -> float:
     if not is_finite(value):
-        raise ArgumentError(f"{type(owner).__name__}: {name} is {value!r}; expected {wanted}")
+        raise ArgumentError(f"{type(owner).__name__}: {name} is {value!r}; expected a number")
     return float(value)
 
 
@@ -197,24 +197,17 @@ def rate(owner: Any, name: str, value: Any) -> float:
         raise ArgumentTypeError(
             f"{type(owner).__name__}: {name} is a schedule; of the schedules, LinearWarmup alone wraps another one"
         )
-    rate = real(owner, name, value, "a number >= 0")
-    if rate < 0:
-        raise ArgumentError(f"{type(owner).__name__}: {name} is {value!r}; expected a number >= 0")
-    return rate
+    number(f"{type(owner).__name__}: {name}", value, taken=True)
+    return float(value)
 
 
 def positive(owner: Any, name: str, value: Any) -> float:
-    number = real(owner, name, value, "a number above 0")
-    if number <= 0:
-        raise ArgumentError(f"{type(owner).__name__}: {name} is {value!r}; expected a number above 0")
-    return number
+    number(f"{type(owner).__name__}: {name}", value)
+    return float(value)
 
 
 def count(owner: Any, name: str, value: Any, low: int) -> int:
-    if not is_whole(value) or not low <= int(value) < 2**31:
-        raise ArgumentError(
-            f"{type(owner).__name__}: {name} is {shown(value)}; expected a whole number of steps, {low} to {2**31 - 1}"
-        )
+    whole(f"{type(owner).__name__}: {name}", value, low, LARGEST_COUNT)
     return int(value)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError
@@ -13,7 +13,7 @@ from amp_transpiler.ops.training.all_reduce import ALL_REDUCE
 from amp_transpiler.ops.training.average import AVERAGE
 from amp_transpiler.ops.training.scaling import CHECK
 from amp_transpiler.optimizer.given_rows import keep_rows
-from amp_transpiler.option_checks import listed
+from amp_transpiler.option_checks import listed, shown
 from amp_transpiler.program import Program, program_of
 from amp_transpiler.warn import warn_user
 
@@ -54,13 +54,6 @@ def split(params_grads: ParamsGrads, key: Callable[[Variable], Hashable]) -> lis
     return list(parts.values())
 
 
-def checked_loss(loss: Variable) -> Variable:
-    """``loss`` itself; ArgumentTypeError where it is no variable."""
-    if not isinstance(loss, Variable):
-        raise ArgumentTypeError(f"loss must be a Variable, not {type(loss).__name__}")
-    return loss
-
-
 def called(callbacks: Sequence[Callback] | None, params_grads: ParamsGrads, what: str) -> ParamsGrads:
     """What callbacks make of the pairs, one after the other. ArgumentTypeError: no list of functions, or of pairs."""
     if not (callbacks is None or (isinstance(callbacks, list | tuple) and all(map(callable, callbacks)))):
@@ -81,7 +74,12 @@ def in_parameter_order(params_grads: ParamsGrads) -> ParamsGrads:
 
 
 def without_none(params_grads: Any) -> ParamsGrads:
-    """The pairs with a gradient, with one warning that names the others; ArgumentError where all are None."""
+    """The pairs with a gradient, with one warning that names the others; ArgumentError where all are None.
+
+    ArgumentTypeError: no list.
+    """
+    if not isinstance(params_grads, Iterable):
+        raise ArgumentTypeError(f"params_grads is {shown(params_grads)}; expected a list of (parameter, gradient)")
     pairs = list(params_grads)
     none = [isinstance(pair, tuple) and len(pair) == 2 and pair[1] is None for pair in pairs]
     if any(none):

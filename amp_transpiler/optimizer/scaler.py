@@ -21,7 +21,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.types import LIMITS
 from amp_transpiler.ops.training.scaling import RULE
 from amp_transpiler.optimizer.alarm import raise_alarm
-from amp_transpiler.option_checks import is_finite, is_whole, switch
+from amp_transpiler.option_checks import LARGEST_COUNT, is_finite, switch, whole
 
 _LARGEST = 2.0**128
 _FLAGS = ("dynamic", "accumulate", "hysteresis", "clamp_always", "finite_growth", "at_least", "error_at_floor")
@@ -120,8 +120,7 @@ class LossScaler:
         value = getattr(self, name)
         if value is None and name == "max_bad_in_a_row":
             return
-        if not is_whole(value) or not low <= int(value) < 2**31:
-            raise ArgumentError(f"LossScaler: {name} is {value!r}; expected a whole number of steps, at least {low}")
+        whole(f"LossScaler: {name}", value, low, LARGEST_COUNT)
         object.__setattr__(self, name, int(value))
 
     def _consistent(self) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from amp_transpiler.errors import ArgumentError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.context import operator_role
 from amp_transpiler.ir.nodes import SCALING, Variable
 from amp_transpiler.ir.types import ONNX_TYPES
 from amp_transpiler.ops.training.scaling import master_type
-from amp_transpiler.optimizer.pairs import ParamsGrads, checked_loss
+from amp_transpiler.optimizer.pairs import ParamsGrads
 from amp_transpiler.optimizer.update_rule import UpdateRule
 from amp_transpiler.passes.autodiff.backward import listed_parameters
 from amp_transpiler.passes.view.reached import reached
@@ -26,7 +26,8 @@ def checked_losses(loss: Any) -> list[Variable]:
     if not losses:
         raise ArgumentError("there is no loss in the list of losses")
     for each in losses:
-        checked_loss(each)
+        if not isinstance(each, Variable):
+            raise ArgumentTypeError(f"loss must be a Variable, not {type(each).__name__}")
         if each.program is not losses[0].program:
             raise ArgumentError(f"losses '{losses[0].name}' and '{each.name}' belong to different programs")
     return losses

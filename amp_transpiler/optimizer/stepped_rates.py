@@ -6,7 +6,7 @@ The program holds their rate, as it holds a number that ``set_lr`` sets; where t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.optimizer.lr_schedule import LRScheduler, count, rate, real
-from amp_transpiler.option_checks import shown
+from amp_transpiler.option_checks import is_real, shown
 from amp_transpiler.runtime.scope import Scope, check_scope
 from amp_transpiler.warn import warn_user
 
@@ -31,9 +31,9 @@ class SteppedRate(LRScheduler):
     def __init__(self, learning_rate: float, last_epoch: int = -1) -> None:
         super().__init__(learning_rate=rate(self, "learning_rate", learning_rate))
         self.base_lr = self._rate = float(learning_rate)
-        self._by_user = True
-        self._epoch = count(self, "last_epoch", last_epoch, -1) + 1
-        self._rate = self.value(self._epoch)
+        self._by_user, self._epoch = True, 0
+        first = count(self, "last_epoch", last_epoch, -1) + 1
+        self._rate, self._epoch = self.value(first), first
 
     __eq__ = object.__eq__  # what it does next is in no description
     __hash__ = object.__hash__
@@ -85,7 +85,7 @@ class _ByFunction(SteppedRate):
         super().__init__(learning_rate, last_epoch)
 
     def _factor(self, step: int) -> float:
-        return real(self, f"lr_lambda({step})", self.lr_lambda(step), "a number")
+        return real(self, f"lr_lambda({step})", self.lr_lambda(step))
 
 
 @paddle_arguments("optimizer.stepped")
@@ -97,6 +97,7 @@ class LambdaDecay(_ByFunction):
 
     def value(self, step: int) -> float:
         """The rate of step ``step``, the first being 0."""
+        step = count(self, "step", step, 0)
         return rate(self, f"learning_rate * lr_lambda({step})", self.base_lr * self._factor(step))
 
 
@@ -106,8 +107,9 @@ class MultiplicativeDecay(_ByFunction):
 
     def value(self, step: int) -> float:
         """The rate of step ``step``, the first being 0."""
-        found = self.base_lr
-        for each in range(1, step + 1):
+        step = count(self, "step", step, 0)
+        at, found = (self._epoch, self._rate) if step >= self._epoch else (0, self.base_lr)
+        for each in range(at + 1, step + 1):  # on from where it stands: the factors before are not computed again
             found *= self._factor(each)
         return rate(self, f"the rate of step {step}", found)
 
@@ -189,14 +191,17 @@ class ReduceOnPlateau(SteppedRate):
 
     def set_state_dict(self, state: dict[str, Any]) -> None:
         """Put the schedule where ``state_dict`` found it, and its rate into the current scope."""
-        missing = self.state_dict().keys() - dict(state)
+        missing = self.state_dict().keys() - (state if isinstance(state, Mapping) else {}).keys()
         if missing:
             raise ArgumentError(f"ReduceOnPlateau.set_state_dict: the state has no {', '.join(sorted(missing))}")
+        epoch, *counted = (count(self, n, state[n], 0) for n in ("last_epoch", "num_bad_epochs", "cooldown_counter"))
+        last, best = rate(self, "last_lr", state["last_lr"]), state["best"]
+        if best is not None and not is_real(best):  # infinite, say
+            raise ArgumentError(f"ReduceOnPlateau.set_state_dict: best is {shown(best)}; expected a number or None")
         scope = check_scope(None)
         states = self._states_in(scope)
-        self._epoch, self._rate = state["last_epoch"], state["last_lr"]
-        self.best, self.num_bad_epochs = state["best"], state["num_bad_epochs"]
-        self.cooldown_counter = state["cooldown_counter"]
+        self._epoch, self._rate, self.best = epoch, last, best
+        self.num_bad_epochs, self.cooldown_counter = counted
         self._write(scope, states)
 
 

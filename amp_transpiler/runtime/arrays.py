@@ -94,7 +94,7 @@ def check_declared(array: np.ndarray, dtype: str, what: str) -> None:
     target = numpy_dtype(dtype)
     # numpy calls int64 to float64 safe as well
     if found != dtype and not (np.can_cast(array.dtype, target, "safe") and array.itemsize < target.itemsize):
-        for piece in _pieces(array):
+        for _, piece in pieces(array):
             as_declared(piece, dtype, what)
 
 
@@ -311,11 +311,11 @@ def _limits(dtype: np.dtype) -> tuple[int, int]:
     return int(limits.max) + 1, int(limits.min)
 
 
-def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
-    """The array in parts along its first dimension."""
+def pieces(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """The array in parts along its first dimension, each with the index of its first row; a mapped one is read so."""
     if array.ndim == 0:
-        yield array
+        yield 0, array
         return
     rows = max(1, _PIECE // max(1, math.prod(array.shape[1:])))
     for start in range(0, len(array), rows):
-        yield array[start : start + rows]
+        yield start, np.asarray(array[start : start + rows])

@@ -205,27 +205,24 @@ class _Bindings(Bound):
 
     def _execute(self) -> None:
         with watched(f"program '{self.program}'") as options:
-            self._execute_within(options)
-
-    def _execute_within(self, options: Any) -> None:
-        try:
-            if self.on_device:
-                with in_turn(self.place):
-                    self.binding.synchronize_inputs()
+            try:
+                if self.on_device:
+                    with in_turn(self.place):
+                        self.binding.synchronize_inputs()
+                        self.session.run_with_iobinding(self.binding, options)
+                        self.binding.synchronize_outputs()
+                else:
                     self.session.run_with_iobinding(self.binding, options)
-                    self.binding.synchronize_outputs()
-            else:
-                self.session.run_with_iobinding(self.binding, options)
-        except (DistributedError, FeedError):  # found before anything was updated
-            self._forget()
-            raise
-        except Exception as error:  # onnxruntime's errors have no common base class
-            self._forget()
-            names = [name for target in self.targets if target.in_place for name in target.names]
-            raise ExecutionError(
-                f"onnxruntime failed while it ran program '{self.program}': {failure(error)}{by_data(self.decided)}"
-                f"{half_done(names)}"
-            ) from None
+            except (DistributedError, FeedError):  # found before anything was updated
+                self._forget()
+                raise
+            except Exception as error:  # onnxruntime's errors have no common base class
+                self._forget()
+                names = [name for target in self.targets if target.in_place for name in target.names]
+                raise ExecutionError(
+                    f"onnxruntime failed while it ran program '{self.program}': {failure(error)}{by_data(self.decided)}"
+                    f"{half_done(names)}"
+                ) from None
 
     def _forget(self) -> None:
         for state in (*self.states.flat, *self.states.all):

@@ -11,6 +11,7 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError, PrecisionErr
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import FLOATS, HALF
 from amp_transpiler.lists.paddle import paddle_arguments
+from amp_transpiler.option_checks import strings
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
@@ -50,13 +51,11 @@ def _chosen(program: Program, names: Iterable[str] | None) -> list[Variable]:
     stored = [v for v in program.variables if v.persistable]
     if names is None:
         return [v for v in stored if v.dtype in HALF]
-    if isinstance(names, (str, bytes)) or not isinstance(names, Iterable):
-        raise ArgumentTypeError(f"to_fp16_var_names is a set of names, got {names!r}")
-    wanted = set(names)
+    wanted = set(strings("cast_parameters_to_fp16: to_fp16_var_names", names, "a set of names"))
     found = [v for v in stored if v.name in wanted]
     # 16-bit operators may read no parameter: the names are then those of what they make.
     if wanted and not found and not any(v.name in wanted for v in program.variables):
-        name = min(map(str, wanted))
+        name = min(wanted)
         hint = near_names(name, [v.name for v in stored])
         raise ArgumentError(
             f"to_fp16_var_names: program '{program.name}' stores none of these variables ('{name}' …); {hint}".rstrip(

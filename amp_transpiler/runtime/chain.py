@@ -27,6 +27,7 @@ from amp_transpiler.runtime.buckets import Buckets
 from amp_transpiler.runtime.collective.engine import Engine
 from amp_transpiler.runtime.collective.journal import Journal
 from amp_transpiler.runtime.collective.thread import Work
+from amp_transpiler.runtime.providers import lies_on
 
 #: Elements up to which a tensor keeps its memory between runs.
 SMALL = 16384
@@ -172,7 +173,7 @@ class Binding:
 
     def bind_ortvalue_input(self, name: str, value: Any) -> None:
         """Bind an input of the whole. What several parts read is copied to the device once."""
-        if len(self.readers.get(name, ())) > 1 and not device_tensors.on(value, self.place):
+        if len(self.readers.get(name, ())) > 1 and not lies_on(value, self.place):
             value = device_tensors.copy_to(value, self.place)
         for part in self.readers.get(name, ()):
             self.parts[part].bind_ortvalue_input(self.names[part][name], value)
@@ -184,7 +185,7 @@ class Binding:
         """
         self.bound[name] = value
         kept, _ = self.late.pop(name, (None, None))
-        if self.engine is not None and not device_tensors.on(value, self.place):
+        if self.engine is not None and not lies_on(value, self.place):
             if kept is None or kept.shape() != value.shape():
                 kept = device_tensors.empty(value.shape(), device_tensors.dtype_of(value), self.place)
             self.late[name] = kept, value

@@ -20,7 +20,7 @@ from amp_transpiler.errors import ArgumentTypeError, PrecisionError
 from amp_transpiler.ir.tensors import chunks
 from amp_transpiler.ir.types import BYTES, NAMES, ONNX_TYPES, element_type, numpy_dtype
 from amp_transpiler.passes.lowering.place import CPUPlace, Place
-from amp_transpiler.runtime.providers import allocate, copy, lies_on, on_device, takes_arrays
+from amp_transpiler.runtime.providers import allocate, copy, on_device, takes_arrays
 
 #: Several elements in one byte: numpy has one a byte, onnxruntime packs them.
 _PACKED = frozenset({"int4", "uint4", "float4e2m1", "int2", "uint2"})
@@ -88,12 +88,12 @@ def empty(shape: Sequence[int], dtype: str, place: Place = _CPU) -> Any:
         raise ArgumentTypeError(f"onnxruntime cannot hold a tensor of {dtype} outside a model") from None
 
 
-def from_array(array: Any, place: Place = _CPU, dtype: str | None = None) -> Any:
+def from_array(array: Any, place: Place = _CPU) -> Any:
     """A copy of a numpy array (also a memory-mapped one) on ``place``."""
     array = np.asarray(array, order="C")
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    kind = dtype or element_type(array.dtype)
+    kind = element_type(array.dtype)
     if kind in _PACKED:
         return _from_packed(array, kind, place)
     value = empty(array.shape, kind, place)
@@ -185,11 +185,6 @@ def copy_to(value: Any, place: Place = _CPU) -> Any:
     target = empty(value.shape(), dtype_of(value), place)
     copy(value, target)
     return target
-
-
-def on(value: Any, place: Place) -> bool:
-    """Whether the value lies on this place."""
-    return lies_on(value, place)
 
 
 def dtype_of(value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from amp_transpiler.ir.gc_pause import collector_paused
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.lists import place_traits
 from amp_transpiler.lists.paddle import paddle_arguments, paddle_attributes
-from amp_transpiler.option_checks import is_whole
+from amp_transpiler.option_checks import whole
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.lowering import lower
 from amp_transpiler.passes.lowering.place import CPUPlace, Place, arithmetic_of, cores_of
@@ -42,6 +42,7 @@ from amp_transpiler.runtime.plan import (
     fetch_names,
     given_program,
     make_plan,
+    names_of,
     next_micro_step,
     shapes_of,
     thrashes,
@@ -123,13 +124,12 @@ class Executor(OfOneProcess):
         if cuda_graph and (self.place.kind != "cuda" or allow_cpu_fallback):
             found = "allow_cpu_fallback lets operators leave it" if allow_cpu_fallback else f"the place is {self.place}"
             raise ArgumentError(f"cuda_graph=True is for programs that run on a CUDAPlace alone; {found}")
-        if not is_whole(max_sessions) or max_sessions < 1:
-            raise ArgumentError(f"max_sessions is a number, at least 1; got {max_sessions!r}")
+        whole("Executor: max_sessions", max_sessions, 1)
         self.max_sessions = max_sessions
-        host = Executor(optimization_level=optimization_level, threads=threads) if host_tables else None
-        self._host_tables = None if host is None else HostTables(host_tables, host.run)
+        tables = names_of(tuple(host_tables) if isinstance(host_tables, Set) else host_tables, "Executor: host_tables")
+        host = Executor(optimization_level=optimization_level, threads=threads) if tables else None
+        self._host_tables = None if host is None else HostTables(tables, host.run)
         self._tables = Tables()
-        self._programs = self._tables.programs
         self._require(self.place)
 
     def _require(self, place: Place) -> None:
@@ -227,7 +227,7 @@ class Executor(OfOneProcess):
     def memory_report(self, program: Program | None = None) -> MemoryReport:
         """Which updated variables the last run of ``program`` kept in place. OrderError where it never ran."""
         program = given_program(program)
-        cache = self._programs.get(program)
+        cache = self._tables.programs.get(program)
         step = cache.last.last if cache is not None and cache.last is not None else None
         if step is None:
             raise OrderError(f"program '{program.name}' has not been run by this executor; run it once first")
@@ -239,7 +239,7 @@ class Executor(OfOneProcess):
     def close(self) -> None:
         """Free every session, and the memory that no other executor uses. This one still runs, and compiles anew."""
         with self._tables.lock:
-            self._programs.clear()
+            self._tables.programs.clear()
         release_memory()
 
     # -- compiling ------------------------------------------------------------------------------------
@@ -255,9 +255,9 @@ class Executor(OfOneProcess):
 
     def _plan(self, program: Program, names: tuple[str, ...], spread: bool) -> Plan:
         with self._tables.lock:
-            cache = self._programs.get(program)
+            cache = self._tables.programs.get(program)
             if cache is None or cache.version != program.version:
-                cache = self._programs[program] = Plans(program.version)
+                cache = self._tables.programs[program] = Plans(program.version)
             key = (names, spread, own_rank(), own_size())
             plan = cache.plans.get(key)
             if plan is None:

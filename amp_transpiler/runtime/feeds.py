@@ -181,7 +181,7 @@ def shape_of(value: Any) -> tuple[int, ...]:
 
 
 def _named(feed: Mapping[Any, Any] | None) -> Mapping[str, Any]:
-    if not feed and (feed is None or isinstance(feed, Mapping)):
+    if feed is None:
         return {}
     if not isinstance(feed, Mapping):
         raise ArgumentTypeError(f"feed is a dictionary of input name -> array, got {type(feed).__name__}")

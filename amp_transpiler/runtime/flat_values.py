@@ -18,6 +18,7 @@ from amp_transpiler.ir.types import BYTES, numpy_dtype
 from amp_transpiler.passes.lowering.lowered import Port
 from amp_transpiler.passes.lowering.place import Place
 from amp_transpiler.runtime import device_tensors
+from amp_transpiler.runtime.providers import lies_on
 
 
 class FlatValue:
@@ -51,7 +52,7 @@ def flat_over(port: Port, whole: Any) -> FlatValue:
 def flat_of(port: Port, values: Sequence[Any], place: Place) -> FlatValue | None:
     """The value of which these, one for each variable, are the views already; None where there is none."""
     whole = device_tensors.whole(values[0])
-    if whole is None or tuple(whole.shape()) != static(port.shape) or not device_tensors.on(whole, place):
+    if whole is None or tuple(whole.shape()) != static(port.shape) or not lies_on(whole, place):
         return None
     if not all(_lies(value, whole, segment) for value, segment in zip(values, port.segments, strict=True)):
         return None
@@ -66,7 +67,7 @@ def _lies(value: Any, whole: Any, segment: Segment) -> bool:
 def flat_from(port: Port, values: Sequence[Any], place: Place) -> FlatValue:
     """A new one with the content of these values, wherever they lie; of one value that is all of it, that value."""
     if len(values) == 1:
-        value = values[0] if device_tensors.on(values[0], place) else device_tensors.copy_to(values[0], place)
+        value = values[0] if lies_on(values[0], place) else device_tensors.copy_to(values[0], place)
         return FlatValue(port, device_tensors.view(value, 0, static(port.shape) or ()), [value])
     flat = empty_flat(port, place)
     for view, value in zip(flat.views, values, strict=True):

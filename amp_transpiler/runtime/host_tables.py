@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 
 from amp_transpiler.errors import ArgumentError, FeedError
-from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.passes.lowering.lowered import needed
 from amp_transpiler.passes.lowering.place import CPUPlace
 from amp_transpiler.passes.partition.host_rows import HostTable, host_tables, with_rows
@@ -44,9 +43,9 @@ class _Known:
 class HostTables:
     """Runs programs whose tables of these names stay in host memory."""
 
-    def __init__(self, tables: Collection[Variable | str], on_host: Run) -> None:
+    def __init__(self, names: Collection[str], on_host: Run) -> None:
         """``on_host``: runs a program on the host."""
-        self.names = frozenset(v.name if isinstance(v, Variable) else v for v in tables)
+        self.names = frozenset(names)
         self._on_host = on_host
         self._known: WeakKeyDictionary[Program, _Known] = WeakKeyDictionary()
         self._copies: WeakSet[Program] = WeakSet()

@@ -24,6 +24,7 @@ from amp_transpiler.passes.lowering.place import CPUPlace, Place
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.forks import OfOneProcess
 from amp_transpiler.runtime.locks import StepLock
+from amp_transpiler.runtime.providers import lies_on
 from amp_transpiler.spelling import near_names
 
 
@@ -46,8 +47,8 @@ class Scope(OfOneProcess):
         self.elsewhere: Mapping[str, int] = MappingProxyType({})
         #: The rows of variables that are dealt out among the ranks, by name; of these it holds its own.
         self.dealt: Mapping[str, int] = MappingProxyType({})
-        #: What let parameters be something else than what is trained, for as long as it lasts; empty: nothing.
-        self.stand_in = ""
+        #: What parameters were before averages took their place for a while, by name, of each such while that goes on.
+        self.replaced: list[dict[str, Any]] = []
         #: The startup programs that have begun state of training steps here, by its name, the latest one last.
         self.begun: Mapping[str, Sequence[weakref.ref[Graph]]] = MappingProxyType({})
         self._lock = StepLock()
@@ -147,7 +148,7 @@ class Scope(OfOneProcess):
     def ort_value_on(self, place: Place, name: str) -> Any:
         """The value on ``place``, moved there for good where it lay elsewhere; None where there is none."""
         value = self._values.get(name)
-        if value is not None and not device_tensors.on(value, place):
+        if value is not None and not lies_on(value, place):
             value = self._values[name] = device_tensors.copy_to(value, place)
         return value
 
@@ -260,12 +261,12 @@ def scope_guard(scope: Scope) -> Iterator[Scope]:
         yield scope
 
 
-def check_trained(scope: Scope) -> None:
+def check_not_replaced(scope: Scope) -> None:
     """OrderError where parameters are something else than what is trained, for the time being."""
-    if scope.stand_in:
+    if scope.replaced:
         raise OrderError(
-            f"inside {scope.stand_in} parameters are not what is trained, and their state is: save it outside; "
-            "save_inference_model takes parameters as they are"
+            "inside ExponentialMovingAverage.applied parameters are not what is trained, and their state is: save it "
+            "outside; save_inference_model takes parameters as they are"
         )
 
 

@@ -21,12 +21,12 @@ import onnx
 import onnxruntime as ort
 from onnxruntime.capi.onnxruntime_pybind11_state import InferenceSession as LoadedModel
 
-from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ExecutionError, PlaceError
+from amp_transpiler.errors import ExecutionError, PlaceError
 from amp_transpiler.ir.control import every_node
 from amp_transpiler.ir.types import NAMES, numpy_dtype
 from amp_transpiler.lists import place_traits
 from amp_transpiler.ops.row_sums import races
-from amp_transpiler.option_checks import choice, is_whole, listed, switch
+from amp_transpiler.option_checks import choice, listed, switch, whole
 from amp_transpiler.passes.lowering.arena import FIRST_REGION, LARGEST_REGION, REGION, WASTE
 from amp_transpiler.passes.lowering.exchanges import Exchanged, by_itself, has_exchanges, taken_apart
 from amp_transpiler.passes.lowering.parts import Parts, cuts
@@ -70,10 +70,8 @@ class Settings:
         choice("optimization_level", self.optimization_level, _LEVELS)
         for name in ("tf32", "allow_cpu_fallback", "cuda_graph"):
             switch(name, getattr(self, name))
-        if self.threads is not None and not is_whole(self.threads):
-            raise ArgumentTypeError(f"threads is a number of threads or None, got {self.threads!r}")
-        if self.threads is not None and self.threads < 1:
-            raise ArgumentError(f"threads is at least 1, got {self.threads}")
+        if self.threads is not None:
+            whole("threads", self.threads, 1)
 
 
 def create_session(
@@ -173,16 +171,16 @@ def _make(
             except Exception as error:
                 cache.discard(key, plain_message(error))
     if keep or cache is not None:
-        with tempfile.TemporaryDirectory(prefix="amp_transpiler_") as folder:
-            path = Path(folder) / "optimized.onnx"
-            try:
+        try:
+            with tempfile.TemporaryDirectory(prefix="amp_transpiler_") as folder:
+                path = Path(folder) / "optimized.onnx"
                 session, kept = _session(data, place, settings, path, useless=useless), path.read_bytes()
-            except Exception:  # it may be only the saving that fails; the plain attempt below tells
-                pass
-            else:
-                if cache is not None:
-                    cache.write(key, kept)
-                return session, kept
+        except Exception:  # it may be only the saving that fails, on a full disk; the plain attempt below tells
+            pass
+        else:
+            if cache is not None:
+                cache.write(key, kept)
+            return session, kept
     return _session(data, place, settings, useless=useless), None
 
 
@@ -341,7 +339,7 @@ def _check_fallen(found: Sequence[str], place: Place, settings: Settings, name: 
         raise _place_error(place, name, found)
     if found:
         warn_user(
-            f"program '{name}' runs on {place!r} except {', '.join(found[:8])}{' …' if len(found) > 8 else ''} on the "
+            f"program '{name}' runs on {place!r} except {listed(found, 8, quote='')} on the "
             "CPU, where stock onnxruntime does not round 16-bit results as a GPU does"
         )
 

@@ -41,7 +41,7 @@ class SessionCache:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = folder_path(folder, "cache_dir")
-        if self.folder.exists() and not self.folder.is_dir():
+        if os.path.exists(self.folder) and not os.path.isdir(self.folder):
             raise ArgumentError(f"cache_dir '{self.folder}' is no folder")
 
     def key(self, model: bytes, made: Sequence[object]) -> str:

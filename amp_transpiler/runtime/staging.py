@@ -14,14 +14,13 @@ import numpy as np
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError
 from amp_transpiler.ir.types import element_type
 from amp_transpiler.lists import place_traits
-from amp_transpiler.option_checks import is_whole
+from amp_transpiler.option_checks import whole
 from amp_transpiler.passes.lowering.place import CPUPlace, Place
 from amp_transpiler.runtime import device_tensors
+from amp_transpiler.runtime.binding import UNBOUND
 from amp_transpiler.runtime.feeds import LITERALS
 from amp_transpiler.runtime.providers import in_turn
 
-#: Element types that onnxruntime holds in no memory of a device.
-_ON_HOST = frozenset({"string", "complex64", "complex128"})
 _WIDE = frozenset({"int64", "uint64"})
 
 
@@ -45,7 +44,7 @@ def _staged(value: Any, place: Place) -> Any:
         kind = element_type(array.dtype)
     except (ArgumentError, TypeError, ValueError, RuntimeError):
         return value  # what is wrong with it the run says
-    return value if kind in _ON_HOST else device_tensors.from_array(array, _memory_for(kind, place))
+    return value if kind in UNBOUND else device_tensors.from_array(array, _memory_for(kind, place))
 
 
 def _memory_for(kind: str, place: Place) -> Place:
@@ -116,8 +115,7 @@ class Prefetch(Iterator[dict[Any, Any]]):
     def __init__(
         self, batches: Iterable[Mapping[Any, Any]], stage: Callable[[Mapping[Any, Any]], dict[Any, Any]], ahead: int
     ) -> None:
-        if not is_whole(ahead) or ahead < 1:
-            raise ArgumentError(f"ahead is a number of batches, at least 1; got {ahead!r}")
+        whole("prefetch: ahead", ahead, 1)
         self._line = _Line(batches, stage, ahead)
         weakref.finalize(self, self._line.close)
         run = contextvars.copy_context().run

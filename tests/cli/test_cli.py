@@ -113,6 +113,9 @@ def test_info_of_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "input 'x' has the shape [N,64]; give its sizes, as in --shape x=8,64" in capsys.readouterr().err
     assert main(["info", path, "--cost", "--shape", "x"]) == 2
     assert "--shape takes NAME=SIZE,SIZE" in capsys.readouterr().err
+    for size in ("9" * 5000, str(2**63), "1.5"):
+        assert main(["info", path, "--cost", "--shape", f"x={size},64"]) == 2
+        assert "--shape takes NAME=SIZE,SIZE" in capsys.readouterr().err
     assert main(["info", path, "--cost", "--shape", "x=8,64", "x=32,64"]) == 2
     assert "--shape gives 'x' twice" in capsys.readouterr().err
     assert main(["info", path, "--cost", "--shape", "x=32,65"]) == 2
@@ -165,7 +168,8 @@ def test_info_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     out = capsys.readouterr().out
     assert "a step of 500 ms on one rank; mpi, 50 GB/s within nodes of 2 ranks, 1 GB/s between them" in out
     assert "buckets of gradients: 16.0 KiB" in out and "sharded state" in out
-    assert main([*arguments, "--ranks", "many", "--bandwidth", "1", "--step-time", "1"]) == 2
+    for ranks in ("many", "9" * 5000):
+        assert main([*arguments, "--ranks", ranks, "--bandwidth", "1", "--step-time", "1"]) == 2
 
 
 def test_wrong_usage_is_status_2() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         amp.write_trained_model(folder, out, tmp_path / "none")
     with pytest.raises(ValueError, match="are the same file"):
         amp.write_trained_model(folder, folder / "train.onnx", trained)
-    with pytest.raises(TypeError, match="takes a path second"):
+    with pytest.raises(TypeError, match="path is 3; expected the path of a file"):
         amp.write_trained_model(folder, 3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"is no exported step: there is no '.*manifest.json'; give the folder that"):
         amp.write_trained_model(tmp_path, out)
@@ -121,6 +122,28 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="need operators that onnxruntime alone does not have"):
         amp.write_trained_model(changed, out, trained)
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        lambda said: said.update(serving=None, program={}),
+        lambda said: said.update(program="name fingerprint"),
+        lambda said: [one.pop("sha256") for one in said["files"].values()],
+        lambda said: said["serving"]["weights"][0].update(offset=said["serving"]["weights"][0]["offset"] + 0.5),
+        lambda said: said["serving"].update(file=["model.onnx"]),
+        lambda said: (said["serving"].update(file="a\0b"), said["files"].update({"a\0b": said["files"]["model.onnx"]})),
+        lambda said: (said["serving"].update(data="../x"), said["files"].update({"../x": said["files"]["model.onnx"]})),
+    ],
+)
+def test_a_forged_manifest_is_called_damaged(forged: Callable[[dict[str, Any]], object], tmp_path: Path) -> None:
+    _, _, folder = exported(tmp_path)
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    forged(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    with pytest.raises(amp.errors.ModelFileError, match=r"manifest.json' is damaged"):
+        amp.write_trained_model(folder, tmp_path / "out.onnx")
+    assert not (tmp_path / "out.onnx").exists()
 
 
 def test_contents_are_found_where_they_lie(tmp_path: Path) -> None:

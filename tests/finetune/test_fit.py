@@ -200,6 +200,17 @@ def test_a_log_ends_where_its_folder_cannot_be_made(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["steps.csv", "epochs.csv"])
+@pytest.mark.parametrize("content", [b"\xff\xfee\0", b'"' + b"a" * 200_000 + b'"\n'], ids=["utf-16", "long"])
+def test_a_training_goes_on_where_its_log_is_no_csv_file(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / name).write_bytes(content)
+    told: list[str] = []
+    amp.fit(linear(), tmp_path / "o.onnx", data=features(40), log=tmp_path / "log", say=told.append, **FAST)
+    (said,) = (line for line in told if "the log ends before the training" in line)
+    assert f"{name}' cannot be gone on with: " in said and (tmp_path / "log" / name).read_bytes() == content
+
+
 def test_without_tensorboardx_the_log_is_csv_and_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

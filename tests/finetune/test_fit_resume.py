@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import amp_transpiler as amp
+from amp_transpiler.errors import CheckpointError
 from amp_transpiler.finetune.data import Samples
 from amp_transpiler.finetune.options import FitOptions
 from amp_transpiler.finetune.training_run import Run
 from tests.helpers.exported import exported, loss_and_accuracy, samples
 from tests.helpers.fitting import features, linear, trained
+from tests.helpers.forgeries import sign
 
 
 @pytest.mark.parametrize(
@@ -171,3 +175,26 @@ def test_two_trainings_do_not_write_into_one_folder(
     monkeypatch.undo()
     assert refused and (tmp_path / "first.onnx").exists() and not (tmp_path / "second.onnx").exists()
     amp.fit(linear(), tmp_path / "third.onnx", **given)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        lambda said: said.update(options=[1]),
+        lambda said: said.update(history=["epoch"]),
+        lambda said: said["history"][0].update(test_loss="low"),
+        lambda said: said["history"][0].update(epoch="x", loss="y"),
+        lambda said: said["identity"].update(data=[1]),
+        lambda said: said.update(identity=[1]),
+        lambda said: said.update(steps=float("inf")),
+    ],
+)
+def test_a_forged_record_of_a_training_is_none(forged: Callable[[dict[str, Any]], object], tmp_path: Path) -> None:
+    data, state = features(40), tmp_path / "state"
+    amp.fit(linear(), tmp_path / "a.onnx", data=data, test=data, checkpoint=state)
+    (folder,) = state.iterdir()
+    meta = json.loads((folder / "meta.json").read_text())
+    forged(meta["extra"]["fit"])
+    sign(folder, meta)
+    with pytest.raises(CheckpointError, match="is not a checkpoint of amp.fit"):
+        amp.fit(linear(), tmp_path / "b.onnx", data=data, test=data, checkpoint=state, epochs=2, patience=3)

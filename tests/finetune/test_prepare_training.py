@@ -368,7 +368,7 @@ def test_a_second_preparation_changes_nothing() -> None:
         ({"freeze": ["*"], "trainable": ["*"]}, "no parameter of program 'net' is left to train"),
         ({"batch_norm": "eval"}, "batch_norm is 'eval'; expected one of train, synchronized, frozen"),
         ({"dropout": {"nowhere": 0.1}}, "dropout: pattern 'nowhere' matches no operator"),
-        ({"dropout": {"enc/*": 1.0}}, "rate of pattern 'enc/\\*' is 1.0"),
+        ({"dropout": {"enc/*": 1.0}}, "rate of 'enc/\\*' is 1.0"),
         ({"dropout": [0.1]}, "expected {pattern: rate}"),
         ({"values": {"n": 3}}, "has no input 'n'; its inputs are ids"),
         ({"values": {"ids": 3}}, "does not fit input 'ids'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,34 @@ def test_the_parameters_come_back_after_an_error(error: type[BaseException]) -> 
     with pytest.raises(error), net.ema.applied(net.scope):
         assert net.bytes() != before
         raise error
+    assert net.bytes() == before
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_threads_side_by_side_have_averages_until_each_leaves(first: bool) -> None:
+    net = Net()
+    for x in DATA[:3]:
+        net.step(x)
+    before, entered, left = net.bytes(), threading.Event(), threading.Event()
+
+    def beside() -> None:
+        with net.ema.applied(net.scope):
+            entered.set()
+            left.wait()
+
+    with net.ema.applied(net.scope):
+        averages = net.bytes()
+    other = threading.Thread(target=beside)
+    if first:
+        other.start()
+        entered.wait()
+    with net.ema.applied(net.scope):
+        if not first:
+            other.start()
+            entered.wait()
+        left.set()
+        other.join()
+        assert net.bytes() == averages != before
     assert net.bytes() == before
 
 

@@ -86,8 +86,8 @@ def test_what_is_fed_and_fetched_goes_through_memory_of_the_device(monkeypatch: 
         copied.append(value.shape())
         return device_tensors.copy_to(value, place)
 
-    apart = {"on": lambda value, _: value._numpy_obj is None, "copy_to": copy_to}  # what numpy made is on the host
-    monkeypatch.setattr(chain, "device_tensors", SimpleNamespace(**vars(device_tensors) | apart))
+    monkeypatch.setattr(chain, "lies_on", lambda value, _: value._numpy_obj is None)  # what numpy made is on the host
+    monkeypatch.setattr(chain, "device_tensors", SimpleNamespace(**vars(device_tensors) | {"copy_to": copy_to}))
     close(on_devices(2, trained("mlp", "fp32")), expected, 1e-6)
     assert copied == [[4, 16]] * 2 * STEPS
 
@@ -254,7 +254,7 @@ def test_no_copy_is_made_of_what_travels() -> None:
     def run(engine: NcclEngine, fake: Fake) -> bool:
         trainer = Trainer("mlp", "pure", engine.place)
         trainer.train(range(1))
-        plan = next(iter(trainer.exe._programs[trainer.main].plans.values()))
+        plan = next(iter(trainer.exe._tables.programs[trainer.main].plans.values()))
         held = plan.last.idle[0].binding.buckets  # type: ignore[union-attr]
         travelling = {name: value.data_ptr() for name, value in held.views.items()}
         flats = [flat for calls in held._calls.values() for call in calls for flat in call.sent]

@@ -163,6 +163,50 @@ def test_a_metric_is_one_number() -> None:
         rule.set_state_dict({"last_epoch": 1, "last_lr": 0.5})
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"last_lr": "x"}, "last_lr is 'x'; expected a number"),
+        ({"best": [1]}, r"best is \[1\]; expected a number or None"),
+        ({"num_bad_epochs": -1}, "num_bad_epochs is -1; expected a whole number"),
+        (None, "the state has no best, cooldown_counter, last_epoch, last_lr, num_bad_epochs"),
+    ],
+)
+def test_a_state_that_is_none_changes_nothing(changed: dict[str, Any] | None, said: str) -> None:
+    rule = lr.ReduceOnPlateau(0.5)
+    net = Net(rule)
+    with amp.scope_guard(net.scope):
+        rule.step(float("inf"))
+        before = rule.state_dict()
+        with pytest.raises(ArgumentError, match=said):
+            rule.set_state_dict(None if changed is None else {**before, **changed})  # type: ignore[arg-type]
+        assert rule.state_dict() == before
+        rule.set_state_dict(before)
+
+
+def test_a_factor_is_computed_once_for_each_step() -> None:
+    asked = list[int]()
+
+    def factor(step: int) -> float:
+        asked.append(step)
+        return 1 - 1 / (step + 2)
+
+    rule = lr.MultiplicativeDecay(0.3, factor)
+    net = Net(rule)
+    with amp.scope_guard(net.scope):
+        for _ in range(50):
+            rule.step()
+        assert asked == list(range(1, 51))
+        there = rule.get_lr()
+        rule.step(20)
+        assert rule.get_lr() == rule.value(20) == lr.MultiplicativeDecay(0.3, factor, 19).get_lr() > there
+        rule.step(50)
+        assert rule.get_lr() == there == lr.MultiplicativeDecay(0.3, factor).value(50)
+    for schedule in (rule, lr.LambdaDecay(0.3, factor)):
+        with pytest.raises(ArgumentError, match="step is .*; expected a whole number"):
+            schedule.value(1.5)  # type: ignore[arg-type]
+
+
 def test_a_function_that_fails_leaves_the_schedule_where_it_stood() -> None:
     rule = lr.LambdaDecay(1.0, lambda step: {0: 1.0, 1: 0.5}[step])
     net = Net(rule)

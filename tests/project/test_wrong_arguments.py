@@ -45,6 +45,20 @@ CALLS: dict[str, tuple[Callable[[Net], Any], str]] = {
     "keep_tied": (lambda _: amp.prepare_training(imported(), keep_tied=5), "keep_tied takes strings"),
     "values": (lambda _: amp.prepare_training(imported(), values=5), "values is 5; expected a mapping"),
     "feed_shapes": (lambda _: amp.prepare_training(imported(), feed_shapes=5), "feed_shapes is 5; expected a mapping"),
+    "a feed's shape": (
+        lambda _: amp.prepare_training(imported(), feed_shapes={"x": 5}),  # type: ignore[dict-item]
+        "feed_shapes: the shape of input 'x' is 5; expected a list of sizes",
+    ),
+    "an input's value": (
+        lambda _: amp.prepare_training(imported(), values={"x": "abc"}),
+        "values: 'abc' does not fit input 'x'",
+    ),
+    "apply_gradients": (
+        lambda _: amp.optimizer.SGD(0.1).apply_gradients(None),  # type: ignore[arg-type]
+        "params_grads is None; expected a list",
+    ),
+    "feed": (lambda net: net[2].run(net[0], np.ones(2), scope=net[3]), "feed is a dictionary"),  # type: ignore[arg-type]
+    "strict": (lambda net: amp.load_weights("w.npz", net[0], net[3], strict="no"), "strict is 'no'"),  # type: ignore[arg-type]
     "find_culprit": (lambda net: amp.find_culprit(net[0], 5, net[3]), "feed is 5; expected a mapping"),
     "before": (lambda net: amp.find_culprit(net[0], {}, net[3], before=5), "before is 5; expected a mapping"),
     "save_step": (lambda _: amp.save_step("step.npz", None), "a program as second argument, got None"),

@@ -47,7 +47,7 @@ def trained(
     if mode == "pure":
         opt.amp_init(amp.CPUPlace(), scope)
     found = [exe.run(main, feed, [hidden, loss], scope, return_numpy) for feed in FEEDS]
-    session = exe._programs[main].last.last.session
+    session = exe._tables.programs[main].last.last.session
     return session, found, {name: scope.find_var(name).tobytes() for name in scope.var_names()}, exe.memory_report(main)
 
 

@@ -256,7 +256,7 @@ def test_programs_are_freed(exe: Executor, scope: Scope) -> None:
     gone = weakref.ref(program)
     del program
     gc.collect()
-    assert gone() is None and len(exe._programs) == 0
+    assert gone() is None and len(exe._tables.programs) == 0
 
 
 def test_memory_report(exe: Executor, scope: Scope) -> None:

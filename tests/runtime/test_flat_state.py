@@ -283,7 +283,7 @@ def test_moments_in_one_kernel(kind: str, mode: str) -> None:
 
 def test_views_share_memory_and_keep_it() -> None:
     for dtype in ("float16", "float32", "bfloat16"):
-        whole = device_tensors.from_array(np.arange(12, dtype=np.float32), dtype=None)
+        whole = device_tensors.from_array(np.arange(12, dtype=np.float32))
         if dtype != "float32":
             whole = device_tensors.from_array(np.arange(12).astype(device_tensors.numpy_dtype(dtype)))
         view = device_tensors.view(whole, 3, (2, 4))

@@ -31,7 +31,7 @@ def test_ctrl_c_waits_for_the_end_of_the_step(
 ) -> None:
     program = started(exe, scope)
     exe.run(program, FEED, ["y"], scope)
-    step = exe._programs[program].last.last  # type: ignore[union-attr]
+    step = exe._tables.programs[program].last.last  # type: ignore[union-attr]
     plain = step.session.run_with_iobinding  # type: ignore[union-attr]
 
     def interrupted(*arguments: Any) -> None:

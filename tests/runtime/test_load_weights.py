@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +247,20 @@ def test_bad_files(net: Small, tmp_path: Path) -> None:
     assert scope.var_names() == []
 
 
+def test_an_archive_that_unpacks_to_gigabytes_is_refused_before(net: Small, tmp_path: Path) -> None:
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, {"descr": "<f4", "fortran_order": False, "shape": (1 << 27,)})
+    with (
+        zipfile.ZipFile(tmp_path / "bomb.npz", "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("fc_0.w_0.npy", "w", force_zip64=True) as stream,
+    ):
+        stream.write(head.getvalue())
+        for _ in range(1 << 9):
+            stream.write(bytes(1 << 20))
+    with pytest.raises(CheckpointError, match=r"bomb.npz' cannot be read .* unpacks from [\d,]* to 536,870,912 bytes"):
+        amp.load_weights(tmp_path / "bomb.npz", net.main, net.start(), strict=False)
+
+
 # -- names ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("rename", "expected"),
@@ -255,6 +271,7 @@ def test_bad_files(net: Small, tmp_path: Path) -> None:
         ({"?.*.w": "*/*"}, ["a/0", "a/1", "b"]),
         ({"a.[0]*": "x*y*", "a.*": "z*"}, ["x0y.w", "z1.w", "b"]),
         ({"a.[!0].w": None}, ["a.0.w", None, "b"]),
+        ({"[^b]*": "x*"}, ["a.0.w", "a.1.w", "xb"]),  # no negation, as in every glob
         ({r"re:a\.(\d)\.(?P<end>w)": r"\g<end>\1"}, ["w0", "w1", "b"]),
         ({"*": "p.*"}, ["p.a.0.w", "p.a.1.w", "p.b"]),
     ],
@@ -267,6 +284,9 @@ def test_renaming(rename: dict[str, str | None], expected: list[str | None]) -> 
     ("rename", "error", "message"),
     [
         ({"c.*": "d"}, ArgumentError, r"test: rename pattern 'c\.\*' fits no stored name; there are.*'a\.0\.w'"),
+        ({"[z-a]*": "x*"}, ArgumentError, r"pattern '\[z-a\]\*' fits no stored name"),
+        ({"[\\]x": "x*"}, ArgumentError, "fits no stored name"),
+        ({"[!]": None}, ArgumentError, r"pattern '\[!\]' fits no stored name"),
         ({"a.*": "same"}, ArgumentError, "gives 'a.0.w' and 'a.1.w' one name, 'same'"),
         ({"b": "a.0.w"}, ArgumentError, "one name"),
         ({"a.*": "*-*"}, ArgumentError, "more wildcards"),

@@ -184,7 +184,7 @@ def test_fixed_feeds_are_not_opened() -> None:
     exe, scope = amp.Executor(threads=1), amp.Scope()
     exe.run(startup, scope=scope)
     exe.run(main, {"x": np.ones((2, 4), np.float32)}, [loss], scope)
-    assert exe._programs[main].last.open is None  # type: ignore[union-attr]
+    assert exe._tables.programs[main].last.open is None  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("before", [1, 2, 3])

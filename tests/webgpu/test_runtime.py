@@ -113,7 +113,7 @@ def test_any_value_goes_up_and_comes_back(dtype: str, shape: tuple[int, ...]) ->
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
     array = (np.arange(np.prod(shape, dtype=int)).reshape(shape) % 2).astype(kind)
     value = device_tensors.from_array(array, PLACE)
-    assert device_tensors.on(value, PLACE) and not device_tensors.on(value, amp.CPUPlace())
+    assert lies_on(value, PLACE) and not lies_on(value, amp.CPUPlace())
     assert device_tensors.to_array(value).tobytes() == array.tobytes()
     twin = device_tensors.copy_to(value, PLACE)
     device_tensors.write(value, np.zeros_like(array))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +29,9 @@ from amp_transpiler.errors import (
     CheckpointWriteError,
     ScopeError,
 )
+from amp_transpiler.file_targets import PathLike, folder_path
 from amp_transpiler.ir.nodes import Variable
-from amp_transpiler.option_checks import is_whole
+from amp_transpiler.option_checks import is_whole, switch, whole
 from amp_transpiler.program import Program
 from amp_transpiler.runtime import device_tensors
 from amp_transpiler.runtime.checkpoint.reading import TensorFile, read_checkpoint, read_meta
@@ -55,13 +55,12 @@ from amp_transpiler.runtime.checkpoint.writing import (
     write_checkpoint,
 )
 from amp_transpiler.runtime.collective.current import by_rank_0
-from amp_transpiler.runtime.scope import Scope, check_scope, check_trained
+from amp_transpiler.runtime.scope import Scope, check_not_replaced, check_scope
 from amp_transpiler.runtime.shards import Pieces, open_sums
 from amp_transpiler.runtime.states import fits, type_message
 from amp_transpiler.version import __version__
-from amp_transpiler.warn import AmpWarning
+from amp_transpiler.warn import warn_user
 
-PathLike = str | os.PathLike[str]
 #: In place of the number of a checkpoint that cannot be read; they are the first to be removed.
 _DAMAGED = 0
 
@@ -123,9 +122,9 @@ def save_checkpoint(
     _check_program(program, call)
     scope = check_scope(scope)
     _check_numbers(step, keep_last, keep_steps)
-    home = _path(path, call)
+    home = folder_path(path, f"{call}: path")
     target = home if step is None else step_folder(home, step)
-    if step is not None and (home / META).is_file():
+    if step is not None and os.path.isfile(home / META):
         raise ArgumentError(f"{call}: '{home}' is a checkpoint itself; give the steps a folder of their own")
     with scope.reading():  # steps of other threads wait until it is written
         values, meta = gathered_state(program, scope)
@@ -185,10 +184,10 @@ def load_checkpoint(
     call = "load_checkpoint"
     _check_program(program, call)
     scope = check_scope(scope)
-    folder, meta, file = _last_read(_path(path, call))
+    folder, meta, file = _last_read(folder_path(path, f"{call}: path"))
     what = f"checkpoint '{folder}'"
     stored = stored_tensors(meta, file, program, rename, what)
-    found = restore(program, stored, scope, what, strict=strict)
+    found = restore(program, stored, scope, what, strict=switch(f"{call}: strict", strict))
     warn_of_window(program, stored, what)
     same = meta["program"]["fingerprint"] == fingerprint(program)
     if not same and not found.converted and rename is None:
@@ -213,7 +212,7 @@ def latest_checkpoint(path: PathLike) -> Path | None:
     What a killed save left behind does not count. Written last is not always the highest step: training may have gone
     back to an earlier one. CheckpointError where a checkpoint of a higher step is damaged: it may be the last.
     """
-    home = _path(path, "latest_checkpoint")
+    home = folder_path(path, "latest_checkpoint: path")
     if os.path.isfile(home / META):
         return home
     written = _written(step_folders(home))
@@ -253,7 +252,7 @@ def gathered_state(program: Program, scope: Scope) -> tuple[dict[str, Any], dict
 
     Without what the caller of :func:`save_checkpoint` says, and without the file. ScopeError as there.
     """
-    check_trained(scope)
+    check_not_replaced(scope)
     slots = state_slots(program)
     values = {v.name: value for v in slots if (value := _held(v, slots[v], program, scope)) is not None}
     values |= {v.name: awaited(v) for v in open_sums(program, scope)}
@@ -340,11 +339,9 @@ def _versions() -> dict[str, str]:
 def _warn_of_change(folder: Path, meta: Mapping[str, Any], program: Program) -> None:
     was, now = meta["scaling"], scaler_settings(program)
     changed = f" (loss scaling was {was}, is {now})" if was != now else ""
-    warnings.warn(
+    warn_user(
         f"program '{program.name}' has the state of checkpoint '{folder}' but computes something else than "
-        f"the program that was saved{changed}; training goes on, not bit for bit",
-        AmpWarning,
-        stacklevel=3,
+        f"the program that was saved{changed}; training goes on, not bit for bit"
     )
 
 
@@ -358,22 +355,10 @@ def _check_numbers(step: Any, keep_last: Any, keep_steps: Any) -> None:
     if not isinstance(keep_steps, Collection) or not all(map(is_whole, keep_steps)):
         raise ArgumentTypeError(f"save_checkpoint: keep_steps is {keep_steps!r}; expected a list of steps")
     for name, value, least in (("step", step, 0), ("keep_last", keep_last, 1)):
-        if value is None:
-            continue
-        if not is_whole(value):
-            raise ArgumentTypeError(f"save_checkpoint: {name} is {value!r}; expected an integer")
-        if value < least:
-            raise ArgumentError(f"save_checkpoint: {name} is {value}; expected at least {least}")
+        if value is not None:
+            whole(f"save_checkpoint: {name}", value, least)
     if keep_last is not None and step is None:
         raise ArgumentError("save_checkpoint: keep_last counts the checkpoints of steps; pass step= too")
-
-
-def _path(path: Any, call: str) -> Path:
-    if not isinstance(path, (str, os.PathLike)) or not str(path):
-        raise ArgumentTypeError(f"{call} takes a path first, got {path!r}")
-    if "\0" in str(path):
-        raise ArgumentError(f"{call}: {str(path)!r:.200} is no path: it holds the character \\0")
-    return Path(path)
 
 
 def _plain(value: Any, what: str) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from amp_transpiler.errors import CheckpointError, CheckpointNotFoundError
+from amp_transpiler.files import stamp
 from amp_transpiler.ir.types import ONNX_TYPES, numpy_dtype
 from amp_transpiler.runtime.checkpoint.writing import (
     FORMAT,
@@ -217,19 +218,10 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], TensorFile]:
     Errors of :func:`read_meta` and :class:`TensorFile`.
     """
     while True:
-        before = _stamp(folder)
+        before = stamp(folder / META)
         meta = read_meta(folder)
         try:
             return meta, TensorFile(folder, meta)
         except CheckpointError:
-            if _stamp(folder) == before:
+            if stamp(folder / META) == before:
                 raise
-
-
-def _stamp(folder: Path) -> tuple[int, int] | None:
-    """What tells a ``meta.json`` from the one that replaces it; None where there is none."""
-    try:
-        found = (folder / META).stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns

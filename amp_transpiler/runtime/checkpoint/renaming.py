@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -38,7 +39,7 @@ def renamed(names: Iterable[str], rename: Renames | None, what: str) -> dict[str
     for name in names:
         rule = next((rule for rule in rules if rule.fits(name)), None)
         result[name] = name if rule is None else rule(name)
-    unused = [rule.pattern for rule in rules if not any(rule.expression.fullmatch(name) for name in names)]
+    unused = [rule.pattern for rule in rules if not any(map(rule.fits, names))]
     if unused:
         raise ArgumentError(
             f"{what}: rename pattern {unused[0]!r} fits no stored name; there are, for example, "
@@ -100,7 +101,7 @@ def _grouped(pattern: str) -> str:
     parts, end = [], 0
     for wild in _WILD.finditer(pattern):
         parts.append(re.escape(pattern[end : wild.start()]))
-        sign = wild[0]
-        parts.append({"*": "(.*)", "?": "(.)"}.get(sign) or "([" + sign[1:-1].replace("!", "^", sign[1] == "!") + "])")
+        one = fnmatch.translate(wild[0])
+        parts.append(f"({one[: one.rindex(')') + 1]})")  # without the end of the text that follows
         end = wild.end()
     return "".join(parts) + re.escape(pattern[end:])

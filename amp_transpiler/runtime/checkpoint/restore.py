@@ -92,10 +92,12 @@ def _runs(program: Program) -> int:
 def warn_of_window(program: Program, stored: Mapping[Key, Stored], what: str) -> None:
     """One warning where the checkpoint was saved inside of a window that the program cannot go on with."""
     for (role, _, runs), tensor in stored.items():
-        if role == MICRO_STEP and runs != _runs(program) and training_step(program).updates and (at := tensor.read()):
+        if role != MICRO_STEP or runs == _runs(program) or not training_step(program).updates:
+            continue
+        if (at := tensor.read()).any():
             has = f"has windows of {_runs(program)}" if _runs(program) else "has none"
             warn_user(
-                f"{what} was saved after {int(at)} of the {runs} runs of a window of gradient accumulation, and "
+                f"{what} was saved after {at} of the {runs} runs of a window of gradient accumulation, and "
                 f"program '{program.name}' {has}: the gradients of these runs are left out"
             )
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import zipfile
-import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +15,9 @@ from amp_transpiler.errors import ArgumentError, ArgumentTypeError, CheckpointEr
 from amp_transpiler.ir.patterns import matching_names
 from amp_transpiler.ir.tensors import as_array, tensor_type
 from amp_transpiler.ir.types import element_type
+from amp_transpiler.option_checks import switch
 from amp_transpiler.program import Program
+from amp_transpiler.runtime.arrays import read_arrays
 from amp_transpiler.runtime.checkpoint.renaming import Renames, renamed
 from amp_transpiler.runtime.checkpoint.restore import restore
 from amp_transpiler.runtime.checkpoint.state_slots import PARAMETER, UNUSED, Key, Stored
@@ -85,7 +85,7 @@ def load_weights(
         name = names[one.name]
         if name is not None:
             stored[("value", name, 0)] = _transposed(one) if one in turned else one
-    found = restore(program, stored, scope, f"'{file}'", strict=strict, weights_only=True)
+    found = restore(program, stored, scope, f"'{file}'", strict=switch(f"{_CALL}: strict", strict), weights_only=True)
     found.put(program, scope)
     return LoadedWeights(file, (*found.values, *found.others), tuple(found.missing), tuple(found.extra))
 
@@ -106,18 +106,16 @@ def _read(path: Path) -> list[Stored]:
             "written as safetensors by safetensors.torch.save_file(model.state_dict(), path); a "
             "checkpoint of this package is read by load_checkpoint"
         )
-    if not path.exists():
+    if not os.path.exists(path):
         raise CheckpointNotFoundError(f"there is no file '{path}'")
-    try:
-        return reader(path)
-    except (OSError, SafetensorError, ValueError, KeyError, zipfile.BadZipFile, zlib.error, EOFError) as error:
-        if isinstance(error, CheckpointError) or reader is _onnx:
-            raise
-        raise CheckpointError(f"'{path}' is no {path.suffix} file that can be read, or is cut short: {error}") from None
+    return reader(path)
 
 
 def _safetensors(path: Path) -> list[Stored]:
-    file = safe_open(path, framework="numpy")
+    try:
+        file = safe_open(path, framework="numpy")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"'{path}' is no safetensors file that can be read, or is cut short: {error}") from None
     found = []
     for name in file.keys():  # noqa: SIM118 (it is no mapping)
         piece = file.get_slice(name)
@@ -129,8 +127,10 @@ def _safetensors(path: Path) -> list[Stored]:
 
 
 def _npz(path: Path) -> list[Stored]:
-    with np.load(path, allow_pickle=False) as file:
-        arrays = {name: file[name] for name in file.files}
+    try:
+        arrays = read_arrays(path)
+    except ArgumentError as error:
+        raise CheckpointError(str(error)) from None
     for name, array in arrays.items():
         if array.dtype.kind not in "biufc":
             raise CheckpointError(

@@ -13,6 +13,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -206,11 +207,18 @@ def _replace(target: Path, made: Path, meta: dict[str, Any]) -> None:
     meta["file"]["name"] = name
     _write_meta(made, meta)
     (made / TENSORS).rename(target / name)
-    sync_folder(target)
-    os.replace(made / META, target / META)
-    sync_folder(target)
+    try:
+        sync_folder(target)
+        os.replace(made / META, target / META)
+    except BaseException:  # Ctrl-C too
+        if (made / META).exists():  # nobody reads the tensors, and they go with the workspace
+            (target / name).rename(made / TENSORS)
+        raise
+    with suppress(OSError):  # the new one is there
+        sync_folder(target)
     for old in before:
-        (target / old).unlink(missing_ok=True)
+        with suppress(OSError):  # the next one removes it
+            (target / old).unlink()
 
 
 def remove_checkpoint(folder: Path) -> None:

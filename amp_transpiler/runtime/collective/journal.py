@@ -123,7 +123,7 @@ class StepExchanges:
 
 
 #: What :meth:`StepExchanges.to_dict` says of a run that exchanged nothing.
-NOTHING = dict.fromkeys(("bytes_sent", "bytes_received", "exchange_seconds", "waited_seconds", "overlap"))
+NOTHING = dict.fromkeys(StepExchanges(0, 1, 0.0, 0.0, (), (), ()).to_dict())
 
 
 class Journal:

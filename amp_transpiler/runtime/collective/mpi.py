@@ -13,7 +13,6 @@ import faulthandler
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,14 @@ import numpy as np
 
 from amp_transpiler.errors import DistributedError, MissingPackageError
 from amp_transpiler.runtime.collective.ordered import OrderedEngine
-from amp_transpiler.runtime.collective.transport import Peer, Pending, Transport, TransportError, this_process
+from amp_transpiler.runtime.collective.transport import (
+    Peer,
+    Pending,
+    Transport,
+    TransportError,
+    done_in_time,
+    this_process,
+)
 
 #: Numbers of ranks in the environment, by the launcher that sets them; and the number of this one, in the same order.
 _LAUNCHERS = {
@@ -33,8 +39,6 @@ _LAUNCHERS = {
 _RANKS = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 #: Tag of the first messages, which go over the user's communicator.
 _HELLO = 32001
-#: Seconds between two looks for messages: none at first, then a share of the time waited, up to the longest.
-_SHARE, _LONGEST = 0.125, 2e-4
 #: Bytes of a message: MPI before version 4 counts in 32 bits.
 _MESSAGE = 1 << 30
 #: Bytes for what a rank says of itself.
@@ -90,12 +94,8 @@ class _Requests(Pending):
         self._mpi, self._requests, self._buffers = mpi, requests, buffers
 
     def wait(self, seconds: float) -> bool:
-        started = time.perf_counter()
-        while not _guarded(lambda: self._mpi.Request.Testall(self._requests)):
-            passed = time.perf_counter() - started
-            if passed >= seconds:
-                return False
-            time.sleep(min(passed * _SHARE, _LONGEST))
+        if not done_in_time(lambda: _guarded(lambda: self._mpi.Request.Testall(self._requests)), seconds):
+            return False
         self._requests, self._buffers = [], []
         return True
 

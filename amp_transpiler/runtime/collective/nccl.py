@@ -17,7 +17,6 @@ that never comes, or that a fault has cut short, is read by nothing, and no stat
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -32,15 +31,13 @@ from amp_transpiler.runtime.collective import arguments, headers
 from amp_transpiler.runtime.collective.engine import Engine
 from amp_transpiler.runtime.collective.ordered import OrderedEngine
 from amp_transpiler.runtime.collective.thread import Work
-from amp_transpiler.runtime.collective.transport import Pending, TransportError
+from amp_transpiler.runtime.collective.transport import Pending, TransportError, done_in_time
 
 _Result = TypeVar("_Result")
 #: NCCL's results that are no errors: success, and a call that goes on.
 _WELL = (0, 7)
 #: Element types that NCCL knows.
 _TYPES = FLOATS | {"int8", "uint8", "int32", "uint32", "int64", "uint64"}
-#: Seconds between two looks at a stream: a share of the time waited, up to the longest.
-_SHARE, _LONGEST = 0.125, 2e-4
 
 
 def imported() -> tuple[Any, Any]:
@@ -62,16 +59,15 @@ class _OnStream(Pending):
         self._communicator, self._event = communicator, event
 
     def wait(self, seconds: float) -> bool:
-        started = time.perf_counter()
-        while not self._event.is_done:
-            result = int(self._communicator.get_async_error())
-            if result not in _WELL:
-                raise TransportError(f"NCCL says {self._communicator.get_last_error() or result}")
-            passed = time.perf_counter() - started
-            if passed >= seconds:
-                return False
-            time.sleep(min(passed * _SHARE, _LONGEST))
-        return True
+        return done_in_time(self._is_done, seconds)
+
+    def _is_done(self) -> bool:
+        if self._event.is_done:
+            return True
+        result = int(self._communicator.get_async_error())
+        if result not in _WELL:
+            raise TransportError(f"NCCL says {self._communicator.get_last_error() or result}")
+        return False
 
 
 class NcclEngine(Engine):

@@ -26,12 +26,12 @@ def traced(engine: Engine, path: str | os.PathLike[str]) -> Iterator[None]:
     steps: list[StepExchanges] = []
     with listening(engine, steps.append):
         yield
-    of_all: list[list[dict[str, Any]]] = engine.all_gather_object(_events(engine, steps))
-    begin = min((event["ts"] for events in of_all for event in events if "ts" in event), default=0.0)
-    for event in (event for events in of_all for event in events if "ts" in event):
+    events = [event for of_rank in engine.all_gather_object(_events(engine, steps)) for event in of_rank]
+    timed = [event for event in events if "ts" in event]
+    begin = min((event["ts"] for event in timed), default=0.0)
+    for event in timed:
         event["ts"] = round(event["ts"] - begin, 3)
-    content = json.dumps([event for events in of_all for event in events]).encode()
-    by_rank_0(lambda: write_files([(target, put(content))]))
+    by_rank_0(lambda: write_files([(target, put(json.dumps(events).encode()))]))
 
 
 def _events(engine: Engine, steps: list[StepExchanges]) -> list[dict[str, Any]]:

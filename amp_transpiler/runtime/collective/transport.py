@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+#: Seconds between two looks: none at first, then a share of the time waited, up to the longest.
+_SHARE, _LONGEST = 0.125, 2e-4
 
 
 class TransportError(Exception):
@@ -63,6 +67,17 @@ def is_gone(pid: int) -> bool:
     except OSError:
         pass
     return False
+
+
+def done_in_time(done: Callable[[], bool], seconds: float) -> bool:
+    """Whether something is done, asked again and again, at the latest after so many seconds."""
+    started = time.perf_counter()
+    while not done():
+        passed = time.perf_counter() - started
+        if passed >= seconds:
+            return False
+        time.sleep(min(passed * _SHARE, _LONGEST))
+    return True
 
 
 class Pending(ABC):

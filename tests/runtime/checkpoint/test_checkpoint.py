@@ -174,14 +174,14 @@ def test_files_of_others_stay_where_a_checkpoint_was(net: Small, scope: amp.Scop
         ({"step": -1}, ArgumentError, "step is -1"),
         ({"step": 1.5}, ArgumentTypeError, "step is 1.5"),
         ({"step": True}, ArgumentTypeError, "step is True"),
-        ({"step": 1, "keep_last": 0}, ArgumentError, "keep_last is 0; expected at least 1"),
+        ({"step": 1, "keep_last": 0}, ArgumentError, "keep_last is 0; expected a whole number, at least 1"),
         ({"keep_last": 2}, ArgumentError, "pass step="),
         ({"step": 1, "keep_steps": 3}, ArgumentTypeError, "keep_steps is 3; expected a list of steps"),
         ({"extra": np.zeros(2)}, ArgumentTypeError, r"array\.tolist\(\)"),
         ({"extra": {"a": [object()]}}, ArgumentTypeError, r"extra\['a'\]\[0\] is <object"),
         ({"data_position": {1: 2}}, ArgumentTypeError, "data_position has the key 1"),
         ({"program": 3}, ArgumentTypeError, "takes a program as second argument"),
-        ({"path": None}, ArgumentTypeError, "takes a path first"),
+        ({"path": None}, ArgumentTypeError, "path is None; expected the path of a folder"),
     ],
 )
 def test_bad_arguments(

@@ -59,6 +59,64 @@ def test_full_disk_at_the_meta_file(net: Small, scope: amp.Scope, tmp_path: Path
     assert sorted(os.listdir(tmp_path / "one")) == [META, TENSORS]
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("call", ["replace", "fsync"])
+def test_no_tensors_stay_of_a_replacement_that_failed(
+    call: str, error: BaseException, net: Small, scope: amp.Scope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = amp.save_checkpoint(tmp_path / "one", net.main, scope)
+    before, plain = state(net.main, scope), getattr(os, call)
+    net.train(scope, 2, 3)
+
+    def failing(*arguments: Any) -> None:
+        if len(os.listdir(folder)) == 3:  # the new tensors are there
+            raise error
+        plain(*arguments)
+
+    monkeypatch.setattr(os, call, failing)
+    with pytest.raises((CheckpointWriteError, KeyboardInterrupt)):
+        amp.save_checkpoint(folder, net.main, scope)
+    monkeypatch.undo()
+    assert sorted(os.listdir(folder)) == [META, TENSORS] and loads(net, folder) == before
+
+
+def test_a_checkpoint_is_written_though_the_old_tensors_stay(
+    net: Small, scope: amp.Scope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, plain = amp.save_checkpoint(tmp_path / "one", net.main, scope), os.unlink
+    net.train(scope, 2, 3)
+
+    def failing(path: Any, **more: Any) -> None:
+        if os.fspath(path).endswith(TENSORS):
+            raise PermissionError(1, "Operation not permitted")
+        plain(path, **more)
+
+    monkeypatch.setattr(os, "unlink", failing)
+    amp.save_checkpoint(folder, net.main, scope)
+    assert loads(net, folder) == state(net.main, scope)
+    monkeypatch.undo()
+    assert len(os.listdir(folder)) == 3
+    amp.save_checkpoint(folder, net.main, scope)
+    assert len(os.listdir(folder)) == 2
+
+
+def test_paths_that_are_too_long(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 300)
+    for call in (
+        lambda: amp.save_checkpoint(path, net.main, scope, step=1),
+        lambda: amp.load_checkpoint(path, net.main, scope),
+        lambda: amp.load_weights(f"{path}.npz", net.main, scope),
+        lambda: amp.load_weights(f"{path}.safetensors", net.main, scope),
+        lambda: net.main.export_training(path, "cpu", outputs=[net.output], scope=scope),
+        lambda: amp.write_trained_model(path, tmp_path / "o.onnx"),
+        lambda: amp.write_trained_model(tmp_path, path),
+    ):
+        with pytest.raises(amp.AmpError):
+            call()
+    amp.Executor(cache_dir=path)
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs POSIX users")
 def test_read_only_folder(net: Small, scope: amp.Scope) -> None:
     home = Path(tempfile.mkdtemp())
