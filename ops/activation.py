@@ -17,6 +17,7 @@ from amp_transpiler.ops.common import Grads, comparable, multiple, pointwise, sc
 from amp_transpiler.ops.gpu_kernels import (
     added_multiple,
     mixed_rows,
+    of_apart,
     plus_rows,
     rounded_once,
     sums_of_rows,
@@ -177,20 +178,35 @@ def _gelu_tanh_gradient(e: Emitter, x: Value, dy: Value) -> Value:
 
 @gradient("Softmax", reads="y0 dy0", native=True)
 def softmax(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
-    """y dy - y sum(y dy): the sum adds up in fp32 inside, and is at most the largest dy."""
+    """y dy - y sum(y dy): the sum adds up in fp32 inside, and is at most the largest dy.
+
+    What is rounded off the sum is as far off for the whole row, and what the keys of attention have in common adds that
+    up in the gradients of queries: in 16 bit what dy has in common along the axis, which changes nothing, is left out
+    before. Not where a dropout is behind: what it keeps of that differs.
+    """
     axis, last = _axis(op, y), len(size_of(y)) - 1
     base, factor = multiple(e, dy) if axis == last else (dy, 1.0)
     kept = _kept(e, base, y)
     weights = (base, y) if kept is None else kept
-    if axis == last and (found := weighed_sums(e, *weights)) is not None:
+    apart = kept is None and y.dtype in HALF
+    if axis == last and not apart and (found := weighed_sums(e, *weights)) is not None:
         dx = mixed_rows(e, y, *found, weights[1])
         return [dx if factor == 1 else times(e, dx, factor)]
+
+    def sums(weighed: Value, sign: float) -> Value:
+        if axis == last:
+            return sums_of_rows(e, weighed, sign)
+        return e.ReduceSum(weighed, e.ints(axis), keepdims=1, shape=(*size_of(y)[:axis], 1, *size_of(y)[axis + 1 :]))
+
+    if apart:
+        made = of_apart(e, base) if axis == last else None
+        base = e.Sub(base, sums(e.Mul(base, y, shape=y.shape), 1.0), shape=y.shape) if made is None else made
+        weights = base, y
     weighed = e.Mul(*weights, shape=y.shape)
     if axis == last:
-        dx = plus_rows(e, weighed, sums_of_rows(e, weighed, -1.0), y)
+        dx = plus_rows(e, weighed, sums(weighed, -1.0), y)
         return [dx if factor == 1 else times(e, dx, factor)]
-    dot = e.ReduceSum(weighed, e.ints(axis), keepdims=1, shape=(*size_of(y)[:axis], 1, *size_of(y)[axis + 1 :]))
-    return [e.Mul(e.Sub(dy, dot), y)]
+    return [e.Mul(e.Sub(base, sums(weighed, 1.0)), y)]
 
 
 def _kept(e: Emitter, dy: Value, y: Value) -> tuple[Value, Value] | None:

@@ -281,6 +281,27 @@ def weighed_sums(e: Emitter, dp: Value, p: Value) -> tuple[Value, Value] | None:
     return sums_of_rows(e, e.Mul(do, o), -ratio), dp
 
 
+def remember_weighed(e: Emitter, dp: Value, do: Value, v: Value) -> None:
+    """Say that a tensor is the gradient of the first operand of sums p v: do v'."""
+    e.shared[_weighed(dp)] = (do, v)
+
+
+def of_apart(e: Emitter, dp: Value) -> Value | None:
+    """The gradient of the weights of sums p v, less a number for each row of it; None where it is of something else.
+
+    It is the product with v less the mean of its rows: what these have in common leaves few digits to the rest.
+    """
+    do, v = e.shared.get(_weighed(dp), (dp, dp))
+    if v is dp or do.dtype != dp.dtype or v.dtype != dp.dtype:
+        return None
+    mean = e.ReduceMean(v, e.ints(-2), keepdims=1, shape=(*size_of(v)[:-2], 1, size_of(v)[-1]))
+    return e.reshape(product(e, do, e.Sub(v, mean, shape=v.shape), trans_b=True), size_of(dp))
+
+
+def _weighed(dp: Value) -> str:
+    return f"the gradient of weights: {dp.name}"
+
+
 def for_rows(e: Emitter, number: Value, rows: int) -> Value:
     """A scalar as a column of so many rows."""
     key = f"{number.name} for {rows} rows"

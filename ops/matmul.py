@@ -20,7 +20,7 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import SlotShapes, flops, gradient, range_rule, traits
 from amp_transpiler.ops.common import Grads, along_last_axis, reshaped, shape_of, size_of, summed
 from amp_transpiler.ops.einsum import terms_of, unrepeated
-from amp_transpiler.ops.gpu_kernels import product
+from amp_transpiler.ops.gpu_kernels import product, remember_weighed
 
 
 @gradient("MatMul", reads="x0 x1 dy0", native=True)
@@ -35,6 +35,8 @@ def matmul(e: Emitter, op: Operator, a: Value, b: Value, dy: Value) -> Grads:
     da = db = None
     if e.wants(0):
         da = e.reshape(_da(e, b, b_shape, dy, a_shape), shape_of(e, 0))
+        if e.summand is None and len(size_of(a)) == len(size_of(b)) > 2 and not _broadcast(a_shape, dy):
+            remember_weighed(e, da, dy, b)
     if e.wants(1):
         db = e.reshape(_db(e, a, a_shape, dy, b_shape), shape_of(e, 1))
     return [da, db]

@@ -7,9 +7,10 @@ import math
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.intervals import INF, Interval, Ranges, increasing
+from amp_transpiler.ir.metadata import LENGTH
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import no_gradient, range_rule, traits
-from amp_transpiler.ops.common import pointwise
+from amp_transpiler.ir.opdef import gradient, no_gradient, range_rule, traits
+from amp_transpiler.ops.common import Grads, comparable, pointwise
 from amp_transpiler.ops.gpu_kernels import rounded_once
 
 pointwise(
@@ -21,9 +22,17 @@ pointwise(
     "y0 dy0",
     Exp=lambda e, y, dy: e.Mul(dy, y),
     Reciprocal=lambda e, y, dy: e.Neg(e.Mul(e.Mul(dy, y), y)),
-    # dy / (2 y): half of dy may be too small for 16 bit.
-    Sqrt=lambda e, y, dy: e.Div(dy, e.Mul(y, e.like(2, y))),
 )
+
+
+@gradient("Sqrt", reads="y0 dy0", native=True)
+def sqrt(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
+    """dy / (2 y): half of dy may be too small for 16 bit. Of a length 0 where it is 0, as the slope of ReduceL2."""
+    slope = e.Div(dy, e.Mul(y, e.like(2, y)))
+    if LENGTH not in op.metadata:
+        return [slope]
+    plain = comparable(e, y)
+    return [e.Where(e.Equal(plain, e.like(0, plain)), e.like(0, slope), slope)]
 
 
 def _erf_slope(e: Emitter, x: Value) -> Value:

@@ -68,7 +68,7 @@ from amp_transpiler.passes.canonicalize.masked_writes import select_by_masks
 from amp_transpiler.passes.canonicalize.nan_rows import free_nan_rows
 from amp_transpiler.passes.canonicalize.opset import convert_opset
 from amp_transpiler.passes.canonicalize.own_statistics import normalise_rows
-from amp_transpiler.passes.canonicalize.roots import write_roots
+from amp_transpiler.passes.canonicalize.roots import mark_lengths, write_roots
 from amp_transpiler.passes.canonicalize.simplify import remove_identities
 from amp_transpiler.passes.canonicalize.slice_writes import write_slices
 from amp_transpiler.passes.canonicalize.triangles import invert_triangles
@@ -201,6 +201,7 @@ def prepare_training(
         gone = sorted(set(numbers).difference(named_numbers(program)), key=numbers.index)
         notes += select_by_masks(program)
         write_roots(program)
+        mark_lengths(program)
         notes += invert_triangles(program)
         notes += fuse_layer_norms(program)
         notes += normalise_rows(program)

@@ -21,6 +21,9 @@ FULL = PREFIX + "fp32"
 PROBE = PREFIX + "probe"
 #: Metadata entry of a norm that stands for a written-out one: its squares are summed in fp32 inside.
 NORM = PREFIX + "norm"
+#: Metadata entry of a Sqrt, and of its gradient: what is under it is of squares, as of a length, a distance or a
+#: standard deviation; where that is 0, its slope is 0.
+LENGTH = PREFIX + "length"
 #: Metadata entry of an operator that stands for several in training: their types. What is saved for inference has them
 #: again, and an operator list that keeps one of them in fp32 keeps this one.
 FUSED = PREFIX + "fused"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx
 import pytest
 
 import amp_transpiler as amp
+from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.canonicalize.fuse_rms import fuse_rms_norms
 from amp_transpiler.passes.canonicalize.roots import write_roots
 from tests.helpers.sessions import run
@@ -63,3 +66,40 @@ def test_what_the_user_names_stays() -> None:
     body = HEAD + ROOTS["as Gemma writes it"]
     for more in ({"black_varnames": ["r"]}, {"exclude": ["r"]}):
         assert "Pow" in [op.type for op in amp.convert(onnx.parser.parse_model(body), **more).operators]
+
+
+NUMBERS = "float one = {1}, float six = {6}, float five = {5}, float near = {0.49999976}, float[8] w = {1, 1, 1, 1, 2, 2, 2, 2}, "
+WEIGHED = HEAD.replace("float eps", NUMBERS + "float eps") + "{ v = Mul(x, w)  "
+DEVIATION = "a = ReduceMean(v, last)  d = Sub(v, a)  s = Mul(d, d)  m = ReduceMean<keepdims = 0>(s, last)  "
+LENGTHS = {
+    "a standard deviation": DEVIATION + "f = Mul(m, six)  u = Div(f, five)  r = Sqrt(u)  y = Add(r, one) }",
+    "its dimensions put back": DEVIATION + "u = Unsqueeze(m, last)  r = Sqrt(u)  y = Add(r, one) }",
+    "a norm": "s = Mul(v, v)  m = ReduceSum(s, last)  r = Sqrt(m)  y = Add(r, one) }",
+    "a sum of squares": "m = ReduceSumSquare(v, last)  r = Sqrt(m)  y = Add(r, one) }",
+    "a distance": "s = Pow(v, two)  m = ReduceSum(s, last)  r = Pow(m, near)  y = Add(r, one) }",
+    "a cosine": "s = Mul(v, v)  m = ReduceSum(s, last)  p = Mul(m, m)  r = Sqrt(p)  y = Add(r, one) }",
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_where_a_length_is_0_its_slope_is(name: str, dtype: str) -> None:
+    def gradient(x: np.ndarray) -> np.ndarray:
+        found = amp.Program.from_onnx(onnx.parser.parse_model(WEIGHED + LENGTHS[name]))
+        amp.prepare_training(found)
+        rule: Any = amp.optimizer.SGD(1.0, multi_precision=dtype != "float32")
+        if dtype != "float32":
+            rule = amp.decorate(rule, init_loss_scaling=8.0, use_pure_fp16=True, use_fp16_guard=False, dtype=dtype)
+        with amp.program_guard(found, found.startup), amp.unique_name.guard():
+            ((_, slope),) = rule.backward(F.sum(found.outputs[0]))
+        executor, scope = amp.Executor(amp.CPUPlace()), amp.Scope()
+        executor.run(found.startup, scope=scope)
+        if dtype != "float32":
+            rule.amp_init(amp.CPUPlace(), scope)
+        return np.asarray(executor.run(found, {"x": x}, [slope], scope)[0], np.float32)
+
+    some = np.where(np.arange(3)[:, None] == 1, 0, X).astype(np.float32)
+    without = gradient(some)
+    assert np.isfinite(without).all() and np.abs(without).max() > 0
+    moved = np.where(np.arange(3)[:, None] == 1, X * np.float32(2.0**-9), X).astype(np.float32)
+    np.testing.assert_allclose(without, gradient(moved), rtol=0.1, atol=0.2)

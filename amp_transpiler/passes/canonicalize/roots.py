@@ -1,14 +1,22 @@
 """Roots that are written as powers become roots: Gemma multiplies by ``(mean(x * x) + epsilon) ** -0.5``.
 
 What recognises norms looks for Sqrt and Reciprocal, and a negative power of what is next to 0 leaves float16.
+
+Roots of squares are marked as lengths: written out, torch's standard deviation, norm, cosine similarity and distance
+have a slope of NaN where they are 0, which they have not in torch.
 """
 
 from __future__ import annotations
 
 from amp_transpiler.ir.graph import Graph
+from amp_transpiler.ir.metadata import LENGTH
 from amp_transpiler.ir.nodes import Operator, Variable
+from amp_transpiler.ir.opdef import moves
 from amp_transpiler.passes.canonicalize.matching import added_number, computed, maker, number, put, squaring
 from amp_transpiler.passes.view.of_type import of_type
+
+#: An exponent may be so far from a half: torch's exporter writes distances with 1 / (2 + 1e-6).
+_ABOUT = 1e-6
 
 
 def write_roots(program: Graph, names: frozenset[str] = frozenset(), keep: frozenset[Operator] = frozenset()) -> int:
@@ -20,7 +28,7 @@ def write_roots(program: Graph, names: frozenset[str] = frozenset(), keep: froze
     count = 0
     for power in of_type(program, "Pow"):
         exponent, out = number(power.input(1)), power.output(0)
-        if exponent not in (0.5, -0.5) or out is None or power in keep or out.name in names:
+        if exponent is None or abs(abs(exponent) - 0.5) > _ABOUT or out is None or power in keep or out.name in names:
             continue
         if _of_squares(power.input(0)):
             _write(power, exponent < 0)
@@ -30,11 +38,35 @@ def write_roots(program: Graph, names: frozenset[str] = frozenset(), keep: froze
 
 def _of_squares(variable: Variable | None) -> bool:
     summed, epsilon = added_number(variable)
-    read = variable if epsilon is None or epsilon < 0 else summed
-    if maker(read, "ReduceSumSquare") is not None:
+    return _sums_squares(variable if epsilon is None or epsilon < 0 else summed)
+
+
+def _sums_squares(variable: Variable | None) -> bool:
+    if maker(variable, "ReduceSumSquare") is not None:
         return True
-    total = maker(read, "ReduceMean") or maker(read, "ReduceSum")
+    total = maker(variable, "ReduceMean") or maker(variable, "ReduceSum")
     return total is not None and squaring(total.input(0)) is not None
+
+
+def mark_lengths(program: Graph) -> None:
+    """Say of roots of sums and means of squares, their multiples and products, that they are lengths; in place."""
+    for root in of_type(program, "Sqrt"):
+        if _is_square(root.input(0)):
+            root.metadata[LENGTH] = "1"
+
+
+def _is_square(variable: Variable | None) -> bool:
+    """Whether a variable is 0 only where sums of squares are, and never less."""
+    op = None if variable is None else variable.producer
+    if op is None or op.domain:
+        return False
+    if moves(op, 0):
+        return _is_square(op.input(0))
+    if op.type in ("Mul", "Div"):
+        factors = [op.input(0), op.input(1)]
+        rest = [factor for factor in factors if not (number(factor) or 0) > 0]
+        return bool(rest) and (op.type == "Mul" or rest == factors[:1]) and all(map(_is_square, rest))
+    return _sums_squares(variable)
 
 
 def _write(power: Operator, inverse: bool) -> None:
