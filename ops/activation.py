@@ -188,8 +188,7 @@ def softmax(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
     base, factor = multiple(e, dy) if axis == last else (dy, 1.0)
     kept = _kept(e, base, y)
     weights = (base, y) if kept is None else kept
-    apart = kept is None and y.dtype in HALF
-    if axis == last and not apart and (found := weighed_sums(e, *weights)) is not None:
+    if axis == last and (found := weighed_sums(e, *weights, apart=kept is None)) is not None:
         dx = mixed_rows(e, y, *found, weights[1])
         return [dx if factor == 1 else times(e, dx, factor)]
 
@@ -198,9 +197,9 @@ def softmax(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
             return sums_of_rows(e, weighed, sign)
         return e.ReduceSum(weighed, e.ints(axis), keepdims=1, shape=(*size_of(y)[:axis], 1, *size_of(y)[axis + 1 :]))
 
-    if apart:
-        made = of_apart(e, base) if axis == last else None
-        base = e.Sub(base, sums(e.Mul(base, y, shape=y.shape), 1.0), shape=y.shape) if made is None else made
+    if kept is None and y.dtype in HALF:
+        apart = of_apart(e, base) if axis == last else None
+        base = e.Sub(base, sums(e.Mul(base, y, shape=y.shape), 1.0), shape=y.shape) if apart is None else apart
         weights = base, y
     weighed = e.Mul(*weights, shape=y.shape)
     if axis == last:

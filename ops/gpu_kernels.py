@@ -251,17 +251,19 @@ def remember_product(e: Emitter, made: Value | None, a: Value | None, b: Value |
     maker = e.makers.get(a.name)
     for first in (a, maker.inputs[0] if maker is not None and maker.type == "Cast" else None):
         if first is not None:
-            e.shared.setdefault(_product_of(first), (made, b, e.const(of_a * of_b, "float64")))
+            e.shared.setdefault(_product_of(first), (made, a, b, e.const(of_a * of_b, "float64")))
 
 
 def _product_of(first: Value) -> str:
     return f"the product of {first.name}"
 
 
-def weighed_sums(e: Emitter, dp: Value, p: Value) -> tuple[Value, Value] | None:
+def weighed_sums(e: Emitter, dp: Value, p: Value, apart: bool) -> tuple[Value, Value] | None:
     """-sum(dp p) over each row, where dp is the gradient of the weights p of sums o = p v, as attention has them.
 
     Since dp = do v', it is -sum(do o): rows as short as those of v. And dp as the product made it, before it was cast.
+    Where dp may be less a number for each row (``apart``), and is 16-bit, both are without what rows of v have in
+    common: beside that o is rounded.
     None where that is not known, or where the rows are not so much shorter that it is worth to keep o for them.
     """
     back, found, shorter = e.makers.get(dp.name), e.shared.get(_product_of(p)), 4
@@ -270,15 +272,19 @@ def weighed_sums(e: Emitter, dp: Value, p: Value) -> tuple[Value, Value] | None:
         back = e.makers.get(dp.name)
     if back is None or back.type != "FusedMatMul" or found is None:
         return None
-    (o, v, factor), (do, other), size = found, back.inputs, found[0].shape
+    (o, weights, v, factor), (do, other), size = found, back.inputs, found[0].shape
     if do is None or other is None or size is None or v.name != other.name:
         return None
     if back.attrs.get("transA") or not back.attrs.get("transB") or shorter * size[-1] > size_of(p)[-1]:
         return None
     if (do.dtype, do.shape, dp.dtype) != (o.dtype, size, o.dtype):
         return None
-    ratio = float(back.attrs.get("alpha") or 1.0) / number_of(e, factor)
-    return sums_of_rows(e, e.Mul(do, o), -ratio), dp
+    alpha = float(back.attrs.get("alpha") or 1.0)
+    if not apart or o.dtype not in HALF:
+        return sums_of_rows(e, e.Mul(do, o), -alpha / number_of(e, factor)), dp
+    v = _less_mean(e, v)
+    sums = sums_of_rows(e, e.Mul(do, e.reshape(product(e, weights, v), size)), -alpha)
+    return sums, e.reshape(product(e, do, v, trans_b=True, alpha=alpha), size_of(dp))
 
 
 def remember_weighed(e: Emitter, dp: Value, do: Value, v: Value) -> None:
@@ -289,13 +295,18 @@ def remember_weighed(e: Emitter, dp: Value, do: Value, v: Value) -> None:
 def of_apart(e: Emitter, dp: Value) -> Value | None:
     """The gradient of the weights of sums p v, less a number for each row of it; None where it is of something else.
 
-    It is the product with v less the mean of its rows: what these have in common leaves few digits to the rest.
+    What the rows of v have in common leaves few digits to the rest.
     """
     do, v = e.shared.get(_weighed(dp), (dp, dp))
     if v is dp or do.dtype != dp.dtype or v.dtype != dp.dtype:
         return None
-    mean = e.ReduceMean(v, e.ints(-2), keepdims=1, shape=(*size_of(v)[:-2], 1, size_of(v)[-1]))
-    return e.reshape(product(e, do, e.Sub(v, mean, shape=v.shape), trans_b=True), size_of(dp))
+    return e.reshape(product(e, do, _less_mean(e, v), trans_b=True), size_of(dp))
+
+
+def _less_mean(e: Emitter, v: Value) -> Value:
+    """Rows less their mean."""
+    *lead, _, width = size_of(v)
+    return e.Sub(v, e.ReduceMean(v, e.ints(-2), keepdims=1, shape=(*lead, 1, width)), shape=v.shape)
 
 
 def _weighed(dp: Value) -> str:
