@@ -77,6 +77,9 @@ CASES: list[tuple[str, Sequence[np.ndarray], dict[str, Any]]] = [
     ("Selu", [WAVES.astype(np.float16)], {}),
     ("Shrink", [WAVES], {"lambd": 0.4, "bias": 0.1}),
     ("Shrink", [WAVES], {}),
+    ("LayerNormalization", [WIDE, WIDE[0, 0, 0, 0], WIDE[0, 0, 0, 1]], {}),
+    ("LayerNormalization", [WIDE + 3, WIDE[0, 0]], {"axis": 2, "epsilon": 1e-3}),
+    ("InstanceNormalization", [WIDE + 3, WIDE[0, :, 0, 0, 0], WIDE[0, :, 0, 0, 1]], {}),
     ("ThresholdedRelu", [F16], {"alpha": 0.3}),
     ("Resize", [PLAIN.astype(np.float16), np.array([], np.float32), np.array([1, 1, 2, 1.5], np.float32)], CUBIC),
     ("PRelu", [F32, np.array([0.5, -2, 1], np.float32)], {}),
@@ -129,6 +132,8 @@ INEXACT = frozenset(
         "ConvTranspose",
         "Einsum",
         "HardSwish",
+        "InstanceNormalization",
+        "LayerNormalization",
         "LogSoftmax",
         "Mean",
         "Mish",
@@ -157,7 +162,7 @@ def model_of(
 ) -> tuple[onnx.ModelProto, dict[str, np.ndarray], list[np.ndarray]]:
     """A model of one operator, its feeds, and what it gives on CPU."""
     names = [f"x{i}" for i in range(len(inputs))]
-    made = [f"y{i}" for i in range({"Split": 2, "MaxPool": 2, "TopK": 2}.get(type_, 1))]
+    made = [f"y{i}" for i in range({"Split": 2, "MaxPool": 2, "TopK": 2, "LayerNormalization": 3}.get(type_, 1))]
     fed = SAID.get(type_, len(inputs))
     infos = [
         onnx.helper.make_tensor_value_info(n, onnx.helper.np_dtype_to_tensor_dtype(a.dtype), a.shape)

@@ -40,8 +40,8 @@ _EPSILON = 1 / LIMITS["float16"].largest ** 2
 @dataclass(frozen=True)
 class Call:
     """What a kernel on a place of this kind is given: attributes, element types and shapes of its inputs, where they
-    are known, how many results are wanted, the integers in an input where these are fixed, and whether an operator
-    made its first input that is not read after it."""
+    are known, how many results are wanted, the integers in an input where these are fixed, whether an operator made its
+    first input that is not read after it, and whether that is a tensor less a slice of it."""
 
     kind: str
     attrs: Mapping[str, Any]
@@ -50,6 +50,7 @@ class Call:
     results: int
     integers: Callable[[int], Sequence[int] | None] = lambda slot: None
     read_last: Callable[[], bool] = lambda: False
+    near_zero: Callable[[], bool] = lambda: False
 
     @property
     def groups(self) -> int:
@@ -100,7 +101,8 @@ def _faults_at(kind: str, op: Operator, types: Callable[[Operator], Slots]) -> l
         data = None if variable is None else constants.content(variable)
         return None if data is None else [int(number) for number in as_array(data).reshape(-1)]
 
-    return _faults_of(name, Call(kind, op.attrs, types(op).inputs, shapes, wanted, integers, partial(_read_last, op)))
+    asked = partial(_read_last, op), partial(_is_near_zero, op)
+    return _faults_of(name, Call(kind, op.attrs, types(op).inputs, shapes, wanted, integers, *asked))
 
 
 def _read_last(op: Operator) -> bool:
@@ -110,6 +112,15 @@ def _read_last(op: Operator) -> bool:
         return False
     readers = {reader for reader, _ in read.readers}
     return next((each for each in reversed(op.program.operators) if each in readers), None) is op
+
+
+def _is_near_zero(op: Operator) -> bool:
+    """Whether its first input is a tensor less a slice of it, cast or not."""
+    made = op.input(0).producer if op.input(0) is not None else None
+    while made is not None and made.type == "Cast":
+        made = made.inputs[0].producer
+    taken = made.inputs[1].producer if made is not None and made.type == "Sub" else None
+    return taken is not None and taken.type == "Slice" and taken.inputs[0] is made.inputs[0]
 
 
 def leaves(op: Operator, kind: str) -> str:
@@ -294,6 +305,7 @@ _HOLDS: Mapping[str, Callable[[Call], bool]] = {
     "an input that nobody reads after it": lambda call: call.read_last(),
     "indices wanted": lambda call: call.results > 1,
     "floating-point numbers": lambda call: call.dtypes[0] in FLOATS,
+    "numbers far from zero": lambda call: call.dtypes[0] in FLOATS and not call.near_zero(),
     "truth values chosen": lambda call: call.dtypes[1] == "bool",
     "three axes": lambda call: call.rank > 4,
     "three axes, in groups": lambda call: call.rank > 4 and call.groups > 1,
