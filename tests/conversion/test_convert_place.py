@@ -172,6 +172,16 @@ MEET = {
     "Gemm: integers times a fraction": [
         "m (int32[3,4] x, int32[4,2] w) => (int32[3,2] y) { y = Gemm<alpha=0.5>(x, w) }",
     ],
+    "Pow: a column beside rows of fours": [
+        "m (float[3,8] x) => (float[n,o] y) <float[3,1] w> { a = Abs(x) y = Pow(a, w) }"
+    ],
+    **{
+        f"{name}: no axes": [
+            HEAD.replace("17", "18")
+            + f"m (float[3,8] x) => (float[n,o] y) {{ a = Abs(x) y = {name}<noop_with_empty_axes=1>(a) }}"
+        ]
+        for name in ("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceSumSquare")
+    },
     "MatMul: a vector": ["m (float[3,4] x) => (float[3] y) <float[4] w> { y = MatMul(x, w) }"],
     "MatMul: nothing to add up": ["m (float[3,0] x, float[0,2] w) => (float[3,2] y) { y = MatMul(x, w) }"],
     "Einsum: dots beside letters": [

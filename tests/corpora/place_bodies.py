@@ -40,6 +40,13 @@ CASES: list[tuple[str, Sequence[np.ndarray], dict[str, Any]]] = [
     ("ReduceLogSumExp", [np.array([[-np.inf, -np.inf], [np.inf, 1], [1e3, np.nan]], np.float32), np.array([1])], {}),
     ("ReduceLogSumExp", [PLAIN.astype(np.float16)], {"keepdims": 0}),
     ("ReduceLogSumExp", [PLAIN[:, :, :1]], {"keepdims": 0, "noop_with_empty_axes": 1}),
+    *[
+        (f"Reduce{name}", [PLAIN[0] + 1, *axes], {"noop_with_empty_axes": 1})
+        for name in ("L1", "L2", "LogSum", "SumSquare")
+        for axes in ([], [np.array([], np.int64)])
+    ],
+    ("Pow", [PLAIN[0, :, :, :8] % 5, np.array([[2.0], [0.5], [3.0], [1.0], [0.0]], np.float32)], {}),
+    ("Pow", [np.array([[2.0]], np.float32), (PLAIN[0, :, :, :8] % 5).astype(np.int32)], {}),
     ("Neg", [WHOLE], {}),
     ("Abs", [WHOLE], {}),
     ("Sign", [F32], {}),
@@ -137,6 +144,8 @@ INEXACT = frozenset(
         "LogSoftmax",
         "Mean",
         "Mish",
+        "Pow",
+        "ReduceLogSum",
         "ReduceLogSumExp",
         "Selu",
         "Softsign",
@@ -154,6 +163,10 @@ SAID = {
     "TopK": 1,
     "Trilu": 1,
     "ReduceLogSumExp": 1,
+    "ReduceL1": 1,
+    "ReduceL2": 1,
+    "ReduceLogSum": 1,
+    "ReduceSumSquare": 1,
 }
 
 

@@ -234,6 +234,19 @@ def _vector(call: Call) -> bool:
     return any(shape is not None and len(shape) == 1 for shape in call.shapes)
 
 
+def _column_beside_rows(call: Call) -> bool:
+    """Of a Pow: one operand has one number where the other has rows of fours; a number by itself is well."""
+    shapes = [shape for shape in call.shapes if shape is not None and len(shape) > 1]
+    other = [shape[-1] for shape in call.shapes if shape]
+    return any(shape[-1] == 1 for shape in shapes) and max(other) > 1 and max(other) % _VECTOR == 0
+
+
+def _no_axes(call: Call) -> bool:
+    """Of a reduction that then reduces nothing."""
+    listed = call.integers(1) if len(call.dtypes) > 1 and call.dtypes[1] else []
+    return bool(call.attrs.get("noop_with_empty_axes", 0)) and listed == []
+
+
 def _nothing_summed(call: Call) -> bool:
     return (call.shapes[0] or (1,))[-1] == 0
 
@@ -288,7 +301,9 @@ _HOLDS: Mapping[str, Callable[[Call], bool]] = {
     "a bias left out by an empty name": lambda call: len(call.dtypes) > 2 and not call.dtypes[2],
     "16-bit image, fp32 statistics": _other_statistics,
     "scalar added": _scalar_added,
+    "a column beside rows of fours": _column_beside_rows,
     "a vector": _vector,
+    "no axes": _no_axes,
     "nothing to add up": _nothing_summed,
     "dots beside letters": _dots_beside_letters,
     "an axis repeated": _repeated,
