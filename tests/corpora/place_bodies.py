@@ -93,6 +93,14 @@ CASES: list[tuple[str, Sequence[np.ndarray], dict[str, Any]]] = [
     ("Round", [np.array([0.5, 1.5, -2.5, 2.4, -0.2, 3e9, -np.inf, np.nan, 8388609, 4194303.5], np.float32)], {}),
     ("Trilu", [PLAIN, np.array(2)], {}),
     ("Trilu", [WHOLE], {"upper": 0}),
+    ("Trilu", [TRUTH], {"upper": 0}),
+    ("Dropout", [PLAIN], {}),
+    ("Dropout", [PLAIN, np.array(0.3, np.float32), np.array(False)], {}),
+    ("CenterCropPad", [PLAIN, np.array([4, 8, 1])], {"axes": [-1, 2, 1]}),
+    ("CenterCropPad", [WHOLE, np.array([6, 2])], {}),
+    ("SpaceToDepth", [PLAIN[:, :, :4, :6]], {"blocksize": 2}),
+    ("Mod", [WHOLE, np.array([[5, -7, 2]], np.int32)], {}),
+    ("Mod", [np.arange(-4, 5), np.array(-3)], {"fmod": 1}),
     ("AveragePool", [PLAIN], {"kernel_shape": [3, 2], "strides": [2, 1], "pads": [1, 0, 1, 1], "ceil_mode": 1}),
     ("AveragePool", [PLAIN], {"kernel_shape": [2, 2], "pads": [1, 1, 0, 0], "count_include_pad": 1}),
     (
@@ -154,6 +162,8 @@ INEXACT = frozenset(
 #: Inputs that say sizes, axes and places: constants.
 SAID = {
     "Reshape": 1,
+    "CenterCropPad": 1,
+    "Dropout": 1,
     "Squeeze": 1,
     "Split": 1,
     "Slice": 1,

@@ -234,9 +234,8 @@ class _Fitting:
         def integers(slot: int) -> list[int] | None:
             return integers_in(self.e, self._value(node.input[slot])) if slot < len(node.input) else None
 
-        near_zero = partial(self._is_near_zero, node.input[0])
-        wanted = sum(map(bool, node.output))
-        call = Call(self.lowered.place, attributes_of(node), dtypes, shapes, wanted, integers, near_zero=near_zero)
+        near_zero, results = partial(self._is_near_zero, node.input[0]), sum(map(bool, node.output))
+        call = Call(self.lowered.place, attributes_of(node), dtypes, shapes, results, integers, near_zero=near_zero)
         fault = fault_of(full_type, call)
         return fault if fault is not None and fault.around == "body" else None
 
@@ -244,7 +243,9 @@ class _Fitting:
         """Whether a tensor is another one less a slice of it."""
         made = self.makers.get(name)
         taken = self.makers.get(made.input[1]) if made is not None and made.op_type == "Sub" else None
-        return taken is not None and taken.op_type == "Slice" and taken.input[0] == made.input[0]
+        if made is None or taken is None:
+            return False
+        return taken.op_type == "Slice" and taken.input[0] == made.input[0]
 
     def _body(self, node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
         """What stands for the node; None where nothing does."""

@@ -116,11 +116,16 @@ def _read_last(op: Operator) -> bool:
 
 def _is_near_zero(op: Operator) -> bool:
     """Whether its first input is a tensor less a slice of it, cast or not."""
-    made = op.input(0).producer if op.input(0) is not None else None
+    made = _maker(op, 0)
     while made is not None and made.type == "Cast":
-        made = made.inputs[0].producer
-    taken = made.inputs[1].producer if made is not None and made.type == "Sub" else None
-    return taken is not None and taken.type == "Slice" and taken.inputs[0] is made.inputs[0]
+        made = _maker(made, 0)
+    taken = _maker(made, 1) if made is not None and made.type == "Sub" else None
+    return made is not None and taken is not None and taken.type == "Slice" and taken.input(0) is made.input(0)
+
+
+def _maker(op: Operator, slot: int) -> Operator | None:
+    read = op.input(slot)
+    return None if read is None else read.producer
 
 
 def leaves(op: Operator, kind: str) -> str:
