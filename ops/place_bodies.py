@@ -161,6 +161,40 @@ def _abs(e: Emitter, op: Asked, x: Value) -> Sequence[Value]:
     return [e.Where(e.Less(x, zero), e.Sub(zero, x), x)]
 
 
+@body("Pow")
+def _pow(e: Emitter, op: Asked, x: Value, power: Value) -> Sequence[Value] | None:
+    """With a column as wide as the rows beside it."""
+    widths = [v.shape[-1] for v in (x, power) if v.shape]
+    if len(widths) < 2 or widths[0] == widths[1]:
+        return None
+    wide = [
+        e.Expand(v, e.ints(max(widths)), shape=(*v.shape[:-1], max(widths))) if v.shape and v.shape[-1] == 1 else v
+        for v in (x, power)
+    ]
+    return [e.Pow(*wide)]
+
+
+#: What a reduction makes of one number.
+_OF_ONE: Mapping[str, Callable[[Emitter, Value], Value]] = {
+    "ReduceL1": lambda e, x: e.Abs(x),
+    "ReduceL2": lambda e, x: e.Abs(x),
+    "ReduceLogSum": lambda e, x: e.Log(x),
+    "ReduceSumSquare": lambda e, x: e.Mul(x, x),
+}
+
+
+def _of_one(type_: str) -> Body:
+    def reduced(e: Emitter, op: Asked, x: Value, *axes: Value | None) -> Sequence[Value] | None:
+        none = not axes or axes[0] is None or integers_in(e, axes[0]) == []
+        return [_OF_ONE[type_](e, x)] if none and op.attrs.get("noop_with_empty_axes", 0) else None
+
+    return reduced
+
+
+for _type in _OF_ONE:
+    body(_type)(_of_one(_type))
+
+
 @body("PRelu")
 def _p_relu(e: Emitter, op: Asked, x: Value, slope: Value) -> Sequence[Value]:
     return [e.Where(e.Less(x, e.like(0, x)), e.Mul(x, slope), x)]

@@ -235,8 +235,10 @@ def _reverse_sequence(e: Emitter, op: Asked, x: Value, wide: Value) -> Sequence[
 @body("Trilu")
 def _triangle(e: Emitter, op: Asked, x: Value, k: Value | None = None) -> Sequence[Value] | None:
     number = [0] if k is None else integers_in(e, k)
-    if x.shape is None or number is None or x.dtype == "bool":
+    if x.shape is None or number is None:
         return None
     every = np.ones(x.shape[-2:], bool)
     kept = np.triu(every, number[0]) if op.attrs.get("upper", 1) else np.tril(every, number[0])
+    if x.dtype == "bool":
+        return [e.And(x, e.const(kept), shape=x.shape)]
     return [e.Where(e.const(kept), x, e.like(0, x), shape=x.shape)]

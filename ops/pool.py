@@ -209,7 +209,7 @@ def window_counts(attrs: Mapping[str, Any], window: Window) -> np.ndarray:
         reads = starts[:, None] + np.arange(window.kernel[axis]) * window.dilations[axis]
         low, high = (-begin, window.source[axis] + end) if include else (0, window.source[axis])
         counts = np.multiply.outer(counts, ((reads >= low) & (reads < high)).sum(1))
-    return counts if counts.min() != counts.max() else np.asarray(counts.max())
+    return np.asarray(counts.flat[0]) if counts.size and counts.min() == counts.max() else counts
 
 
 @gradient("GlobalAveragePool", "dy0", native=True)

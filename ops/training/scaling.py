@@ -176,7 +176,8 @@ def _check_finite_and_unscale(e: Emitter, op: Operator, scale: Value, *grads: Va
     pass reaches it. Behind a tensor of vectors alone they would wait for the whole pass, with all that they read.
     """
     one = e.cast(e.reshape(scale, ()), "float32")
-    inverse = e.op("Div", e.like(1, one), one, shape=())
+    # Not 1 / one: of that and a factor onnxruntime makes a quotient, which reads what another optimiser removed.
+    inverse = e.op("Reciprocal", one, shape=())
     unscaled: list[Value | None] = [None] * len(grads)
     zeros: list[Value] = []
     one_rank = inverse

@@ -172,6 +172,16 @@ MEET = {
     "Gemm: integers times a fraction": [
         "m (int32[3,4] x, int32[4,2] w) => (int32[3,2] y) { y = Gemm<alpha=0.5>(x, w) }",
     ],
+    "Pow: a column beside rows of fours": [
+        "m (float[3,8] x) => (float[n,o] y) <float[3,1] w> { a = Abs(x) y = Pow(a, w) }"
+    ],
+    **{
+        f"{name}: no axes": [
+            HEAD.replace("17", "18")
+            + f"m (float[3,8] x) => (float[n,o] y) {{ a = Abs(x) y = {name}<noop_with_empty_axes=1>(a) }}"
+        ]
+        for name in ("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceSumSquare")
+    },
     "MatMul: a vector": ["m (float[3,4] x) => (float[3] y) <float[4] w> { y = MatMul(x, w) }"],
     "MatMul: nothing to add up": ["m (float[3,0] x, float[0,2] w) => (float[3,2] y) { y = MatMul(x, w) }"],
     "Einsum: dots beside letters": [
@@ -203,17 +213,27 @@ MEET = {
         "m (float[5,3] x, int64[2,1] i, float[2,3] u) => (float[5,3] y)"
         ' { a = ScatterND(x, i, u) b = ScatterND<reduction="add">(a, i, u) y = ScatterND(b, i, u) }'
     ],
-    "LayerNormalization: 16-bit numbers, a small epsilon": [
-        "m (float[3,8] x) => (float[n,o] y) <float[8] w> { y = LayerNormalization<epsilon=1e-12>(x, w) }"
-    ],
+    **{
+        f"{name}: {where}": texts
+        for name, texts in {
+            "LayerNormalization": [
+                "m (float[3,8] x) => (float[n,o] y) <float[8] w> { y = LayerNormalization<epsilon=1e-12>(x, w) }"
+            ],
+            "InstanceNormalization": [
+                "m (float[2,3,8] x) => (float[n,o,p] y) <float[3] w>"
+                " { y = InstanceNormalization<epsilon=1e-12>(x, w, w) }"
+            ],
+            "com.microsoft::SkipLayerNormalization": [
+                "m (float[2,3,8] x) => (float[n,o,p] y) <float[8] w>"
+                " { y = com.microsoft.SkipLayerNormalization(x, x, w) }",
+                "m (float[2,3,8] x) => (float[n,o,p] y, float[n,o,p] z) <float[8] w, float[8] b>"
+                ' { y, "", "", z = com.microsoft.SkipLayerNormalization(x, x, w, b, b) }',
+            ],
+        }.items()
+        for where in ("16-bit numbers", "numbers far from zero")
+    },
     "SimplifiedLayerNormalization: 16-bit numbers, a small epsilon": [
         "m (float[3,8] x) => (float[n,o] y) <float[8] w> { y = SimplifiedLayerNormalization<epsilon=1e-12>(x, w) }"
-    ],
-    "InstanceNormalization: 16-bit numbers, a small epsilon": [
-        "m (float[2,3,8] x) => (float[n,o,p] y) <float[3] w> { y = InstanceNormalization<epsilon=1e-12>(x, w, w) }"
-    ],
-    "com.microsoft::SkipLayerNormalization: 16-bit numbers, a small epsilon or none": [
-        "m (float[2,3,8] x) => (float[n,o,p] y) <float[8] w> { y = com.microsoft.SkipLayerNormalization(x, x, w) }"
     ],
     "com.microsoft::SkipSimplifiedLayerNormalization: 16-bit numbers, a small epsilon or none": [
         "m (float[2,3,8] x) => (float[n,o,p] y) <float[8] w>"

@@ -40,6 +40,13 @@ CASES: list[tuple[str, Sequence[np.ndarray], dict[str, Any]]] = [
     ("ReduceLogSumExp", [np.array([[-np.inf, -np.inf], [np.inf, 1], [1e3, np.nan]], np.float32), np.array([1])], {}),
     ("ReduceLogSumExp", [PLAIN.astype(np.float16)], {"keepdims": 0}),
     ("ReduceLogSumExp", [PLAIN[:, :, :1]], {"keepdims": 0, "noop_with_empty_axes": 1}),
+    *[
+        (f"Reduce{name}", [PLAIN[0] + 1, *axes], {"noop_with_empty_axes": 1})
+        for name in ("L1", "L2", "LogSum", "SumSquare")
+        for axes in ([], [np.array([], np.int64)])
+    ],
+    ("Pow", [PLAIN[0, :, :, :8] % 5, np.array([[2.0], [0.5], [3.0], [1.0], [0.0]], np.float32)], {}),
+    ("Pow", [np.array([[2.0]], np.float32), (PLAIN[0, :, :, :8] % 5).astype(np.int32)], {}),
     ("Neg", [WHOLE], {}),
     ("Abs", [WHOLE], {}),
     ("Sign", [F32], {}),
@@ -77,12 +84,23 @@ CASES: list[tuple[str, Sequence[np.ndarray], dict[str, Any]]] = [
     ("Selu", [WAVES.astype(np.float16)], {}),
     ("Shrink", [WAVES], {"lambd": 0.4, "bias": 0.1}),
     ("Shrink", [WAVES], {}),
+    ("LayerNormalization", [WIDE, WIDE[0, 0, 0, 0], WIDE[0, 0, 0, 1]], {}),
+    ("LayerNormalization", [WIDE + 3, WIDE[0, 0]], {"axis": 2, "epsilon": 1e-3}),
+    ("InstanceNormalization", [WIDE + 3, WIDE[0, :, 0, 0, 0], WIDE[0, :, 0, 0, 1]], {}),
     ("ThresholdedRelu", [F16], {"alpha": 0.3}),
     ("Resize", [PLAIN.astype(np.float16), np.array([], np.float32), np.array([1, 1, 2, 1.5], np.float32)], CUBIC),
     ("PRelu", [F32, np.array([0.5, -2, 1], np.float32)], {}),
     ("Round", [np.array([0.5, 1.5, -2.5, 2.4, -0.2, 3e9, -np.inf, np.nan, 8388609, 4194303.5], np.float32)], {}),
     ("Trilu", [PLAIN, np.array(2)], {}),
     ("Trilu", [WHOLE], {"upper": 0}),
+    ("Trilu", [TRUTH], {"upper": 0}),
+    ("Dropout", [PLAIN], {}),
+    ("Dropout", [PLAIN, np.array(0.3, np.float32), np.array(False)], {}),
+    ("CenterCropPad", [PLAIN, np.array([4, 8, 1])], {"axes": [-1, 2, 1]}),
+    ("CenterCropPad", [WHOLE, np.array([6, 2])], {}),
+    ("SpaceToDepth", [PLAIN[:, :, :4, :6]], {"blocksize": 2}),
+    ("Mod", [WHOLE, np.array([[5, -7, 2]], np.int32)], {}),
+    ("Mod", [np.arange(-4, 5), np.array(-3)], {"fmod": 1}),
     ("AveragePool", [PLAIN], {"kernel_shape": [3, 2], "strides": [2, 1], "pads": [1, 0, 1, 1], "ceil_mode": 1}),
     ("AveragePool", [PLAIN], {"kernel_shape": [2, 2], "pads": [1, 1, 0, 0], "count_include_pad": 1}),
     (
@@ -129,11 +147,15 @@ INEXACT = frozenset(
         "ConvTranspose",
         "Einsum",
         "HardSwish",
+        "InstanceNormalization",
+        "LayerNormalization",
         "LogSoftmax",
         "Mean",
         "GridSample",
         "LRN",
         "Mish",
+        "Pow",
+        "ReduceLogSum",
         "ReduceLogSumExp",
         "Selu",
         "Softsign",
@@ -151,6 +173,8 @@ CASES += [("LRN", [WIDE[..., 0]], {"size": size, "alpha": 0.5, "beta": 0.8, "bia
 #: Inputs that say sizes, axes and places: constants.
 SAID = {
     "Reshape": 1,
+    "CenterCropPad": 1,
+    "Dropout": 1,
     "Squeeze": 1,
     "Split": 1,
     "Slice": 1,
@@ -160,6 +184,10 @@ SAID = {
     "TopK": 1,
     "Trilu": 1,
     "ReduceLogSumExp": 1,
+    "ReduceL1": 1,
+    "ReduceL2": 1,
+    "ReduceLogSum": 1,
+    "ReduceSumSquare": 1,
 }
 
 
@@ -168,7 +196,7 @@ def model_of(
 ) -> tuple[onnx.ModelProto, dict[str, np.ndarray], list[np.ndarray]]:
     """A model of one operator, its feeds, and what it gives on CPU."""
     names = [f"x{i}" for i in range(len(inputs))]
-    made = [f"y{i}" for i in range({"Split": 2, "MaxPool": 2, "TopK": 2}.get(type_, 1))]
+    made = [f"y{i}" for i in range({"Split": 2, "MaxPool": 2, "TopK": 2, "LayerNormalization": 3}.get(type_, 1))]
     fed = SAID.get(type_, len(inputs))
     infos = [
         onnx.helper.make_tensor_value_info(n, onnx.helper.np_dtype_to_tensor_dtype(a.dtype), a.shape)

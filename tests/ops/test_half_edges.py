@@ -204,12 +204,13 @@ def test_small_gradients_of_roots(place: str) -> None:
         ("InstanceNormalization", [(0, 4, 8), (4,), (4,)], {}),
         ("SimplifiedLayerNormalization", [(0, 4), (4,)], {}),
         ("Conv", [(0, 4, 5, 5), (4, 2, 3, 3), (4,)], {"group": 2}),
+        ("AveragePool", [(1, 2, 3, 3)], {"kernel_shape": [4, 1]}),
     ],
 )
 def test_nothing_in_nothing_out(type_: str, shapes: list[tuple[int, ...]], attrs: dict[str, Any], place: str) -> None:
-    """An empty batch has empty gradients, and leaves those of parameters zero."""
+    """An empty batch has empty gradients, and leaves those of parameters zero; so do windows larger than an image."""
     inputs = [np.zeros(shape) for shape in shapes]
-    size = shapes[0] if type_ != "Conv" else (0, 4, 3, 3)
+    size = {"Conv": (0, 4, 3, 3), "AveragePool": (1, 2, 0, 3)}.get(type_, shapes[0])
     case = Case(type_, inputs, attrs, wrt=range(len(inputs)))
     values = {f"x{i}": a for i, a in enumerate(inputs)} | {"y0": np.zeros(size), "dy0": np.zeros(size)}
     half = Gradient(case, "float16", values, case.wrt)

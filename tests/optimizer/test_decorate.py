@@ -378,3 +378,16 @@ def test_all_state_of_a_step_is_updated_in_place(which: Any) -> None:
     executor.run(net.main, {"x": X.astype(np.float32), "y": Y.astype(np.float32)}, [net.loss], scope)
     report = executor.memory_report(net.main)
     assert not report.two_buffers and set(report.in_place) == {state.name for state in net.main.updates}
+
+
+def test_the_only_gradient_may_end_in_what_changes_nothing() -> None:
+    """onnxruntime loses a factor of 1 that is multiplied by 1 / x behind it."""
+    main, startup = Program(), Program("startup")
+    with program_guard(main, startup):
+        loss = F.mean(F.square(nn.create_parameter([2], "float32", name="w") * 1.0))
+        decorate(optim.SGD(0.25), init_loss_scaling=64.0, use_fp16_guard=False).minimize(loss, startup)
+    exe, scope = Executor(CPUPlace()), Scope()
+    exe.run(startup, scope=scope)
+    scope.set_var("w", np.array([1, -2], np.float32))
+    exe.run(main, {}, [loss], scope=scope)
+    np.testing.assert_array_equal(scope.find_var("w"), np.array([0.75, -1.5], np.float32))

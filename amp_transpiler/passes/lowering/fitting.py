@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -81,6 +82,8 @@ class _Fitting:
         #: Of 64-bit indices that a kernel makes: the number that they are below.
         self.below: dict[str, int] = {}
         self.casts: dict[tuple[str, str], str] = {}
+        #: What makes each tensor.
+        self.makers: dict[str, onnx.NodeProto] = {}
 
     def run(self) -> Lowered:
         lowered, graph = self.lowered, self.graph
@@ -176,6 +179,7 @@ class _Fitting:
 
     def _fit(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
         """The node, or what stands for it."""
+        self.makers.update(dict.fromkeys(node.output, node))
         while node.input and not node.input[-1]:  # of an input that is left out by name WebGPU's Conv kills the process
             del node.input[-1]
         slots = signature(node.op_type, self.opset, node.domain)
@@ -195,14 +199,14 @@ class _Fitting:
 
     def _instead(self, node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
         """What stands for the node, fitted; None where nothing does, GraphError where its kernel fails as well."""
-        made = self._body(node)
+        fault, made = self._fault(node), self._body(node)
         if made is not None:
             found: list[onnx.NodeProto] = []
             for each in made:
                 self._settle(each)
                 found += self._fit(each)
             return found
-        if fault := self._fault(node):
+        if fault is not None:
             raise GraphError(
                 f"the kernel of {node.op_type} on {self.at.title} fails on what '{node.output[0]}' is made of "
                 f"({fault.where}): {fault.what}. What stands for it wants fixed shapes, and has no form for every "
@@ -230,9 +234,18 @@ class _Fitting:
         def integers(slot: int) -> list[int] | None:
             return integers_in(self.e, self._value(node.input[slot])) if slot < len(node.input) else None
 
-        call = Call(self.lowered.place, attributes_of(node), dtypes, shapes, sum(map(bool, node.output)), integers)
+        near_zero, results = partial(self._is_near_zero, node.input[0]), sum(map(bool, node.output))
+        call = Call(self.lowered.place, attributes_of(node), dtypes, shapes, results, integers, near_zero=near_zero)
         fault = fault_of(full_type, call)
         return fault if fault is not None and fault.around == "body" else None
+
+    def _is_near_zero(self, name: str) -> bool:
+        """Whether a tensor is another one less a slice of it."""
+        made = self.makers.get(name)
+        taken = self.makers.get(made.input[1]) if made is not None and made.op_type == "Sub" else None
+        if made is None or taken is None:
+            return False
+        return taken.op_type == "Slice" and taken.input[0] == made.input[0]
 
     def _body(self, node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
         """What stands for the node; None where nothing does."""

@@ -40,8 +40,8 @@ _EPSILON = 1 / LIMITS["float16"].largest ** 2
 @dataclass(frozen=True)
 class Call:
     """What a kernel on a place of this kind is given: attributes, element types and shapes of its inputs, where they
-    are known, how many results are wanted, the integers in an input where these are fixed, and whether an operator
-    made its first input that is not read after it."""
+    are known, how many results are wanted, the integers in an input where these are fixed, whether an operator made its
+    first input that is not read after it, and whether that is a tensor less a slice of it."""
 
     kind: str
     attrs: Mapping[str, Any]
@@ -50,6 +50,7 @@ class Call:
     results: int
     integers: Callable[[int], Sequence[int] | None] = lambda slot: None
     read_last: Callable[[], bool] = lambda: False
+    near_zero: Callable[[], bool] = lambda: False
 
     @property
     def groups(self) -> int:
@@ -100,7 +101,8 @@ def _faults_at(kind: str, op: Operator, types: Callable[[Operator], Slots]) -> l
         data = None if variable is None else constants.content(variable)
         return None if data is None else [int(number) for number in as_array(data).reshape(-1)]
 
-    return _faults_of(name, Call(kind, op.attrs, types(op).inputs, shapes, wanted, integers, partial(_read_last, op)))
+    asked = partial(_read_last, op), partial(_is_near_zero, op)
+    return _faults_of(name, Call(kind, op.attrs, types(op).inputs, shapes, wanted, integers, *asked))
 
 
 def _read_last(op: Operator) -> bool:
@@ -110,6 +112,20 @@ def _read_last(op: Operator) -> bool:
         return False
     readers = {reader for reader, _ in read.readers}
     return next((each for each in reversed(op.program.operators) if each in readers), None) is op
+
+
+def _is_near_zero(op: Operator) -> bool:
+    """Whether its first input is a tensor less a slice of it, cast or not."""
+    made = _maker(op, 0)
+    while made is not None and made.type == "Cast":
+        made = _maker(made, 0)
+    taken = _maker(made, 1) if made is not None and made.type == "Sub" else None
+    return made is not None and taken is not None and taken.type == "Slice" and taken.input(0) is made.input(0)
+
+
+def _maker(op: Operator, slot: int) -> Operator | None:
+    read = op.input(slot)
+    return None if read is None else read.producer
 
 
 def leaves(op: Operator, kind: str) -> str:
@@ -223,6 +239,19 @@ def _vector(call: Call) -> bool:
     return any(shape is not None and len(shape) == 1 for shape in call.shapes)
 
 
+def _column_beside_rows(call: Call) -> bool:
+    """Of a Pow: one operand has one number where the other has rows of fours; a number by itself is well."""
+    shapes = [shape for shape in call.shapes if shape is not None and len(shape) > 1]
+    other = [shape[-1] for shape in call.shapes if shape]
+    return any(shape[-1] == 1 for shape in shapes) and max(other) > 1 and max(other) % _VECTOR == 0
+
+
+def _no_axes(call: Call) -> bool:
+    """Of a reduction that then reduces nothing."""
+    listed = call.integers(1) if len(call.dtypes) > 1 and call.dtypes[1] else []
+    return bool(call.attrs.get("noop_with_empty_axes", 0)) and listed == []
+
+
 def _nothing_summed(call: Call) -> bool:
     return (call.shapes[0] or (1,))[-1] == 0
 
@@ -277,7 +306,9 @@ _HOLDS: Mapping[str, Callable[[Call], bool]] = {
     "a bias left out by an empty name": lambda call: len(call.dtypes) > 2 and not call.dtypes[2],
     "16-bit image, fp32 statistics": _other_statistics,
     "scalar added": _scalar_added,
+    "a column beside rows of fours": _column_beside_rows,
     "a vector": _vector,
+    "no axes": _no_axes,
     "nothing to add up": _nothing_summed,
     "dots beside letters": _dots_beside_letters,
     "an axis repeated": _repeated,
@@ -294,6 +325,7 @@ _HOLDS: Mapping[str, Callable[[Call], bool]] = {
     "an input that nobody reads after it": lambda call: call.read_last(),
     "indices wanted": lambda call: call.results > 1,
     "floating-point numbers": lambda call: call.dtypes[0] in FLOATS,
+    "numbers far from zero": lambda call: call.dtypes[0] in FLOATS and not call.near_zero(),
     "truth values chosen": lambda call: call.dtypes[1] == "bool",
     "three axes": lambda call: call.rank > 4,
     "three axes, in groups": lambda call: call.rank > 4 and call.groups > 1,
