@@ -71,7 +71,7 @@ TWICE = dict.fromkeys(("GRU", "LSTM", "RNN"), "the way there and the way back fi
 TWICE |= dict.fromkeys(("Sigmoid", "Tanh"), "recurrent layers compute with them unless they say otherwise")
 
 #: Files of what is true of kernels, not of operators: what stands for one that a place lacks, and how one rounds.
-OF_KERNELS = {f"place_{name}.py" for name in ("bodies", "gaps", "indices", "windows")}
+OF_KERNELS = {f"place_{name}.py" for name in ("bodies", "gaps", "indices", "norms", "shapes", "windows")}
 OF_KERNELS |= {f"rounded_{name}.py" for name in ("activations", "functions", "sums")}
 
 
