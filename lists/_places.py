@@ -36,6 +36,7 @@ class PlaceTraits:
     fused: bool
     gated_add: bool
     recurrent: bool
+    turns_images: bool
     branches: bool
     wide_integers: bool
     tensor_cores: bool

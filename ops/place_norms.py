@@ -51,6 +51,18 @@ def _instance_norm(e: Emitter, op: Asked, x: Value, scale: Value, bias: Value) -
     return [e.cast(e.InstanceNormalization(near, e.f32(scale), e.f32(bias), **op.attrs), x.dtype)]
 
 
+@body("BatchNormalization")
+def _batch_norm(
+    e: Emitter, op: Asked, x: Value, scale: Value, shift: Value, mean: Value, variance: Value
+) -> Sequence[Value] | None:
+    """By the statistics that are given, of rows."""
+    if x.shape is None or len(x.shape) != 2 or op.attrs.get("training_mode", 0):
+        return None
+    wide, scale, shift, mean, variance = map(e.f32, (x, scale, shift, mean, variance))
+    deviation = e.Sqrt(e.Add(variance, e.like(float(op.attrs.get("epsilon", 1e-5)), variance)))
+    return [e.cast(e.Add(e.Mul(e.Sub(wide, mean), e.Div(scale, deviation)), shift), x.dtype)]
+
+
 def _near_zero(e: Emitter, x: Value, axes: Sequence[int]) -> tuple[Value, Value]:
     """The first number along these axes, and X less that."""
     first = e.Slice(x, e.ints(*[0] * len(axes)), e.ints(*[1] * len(axes)), e.ints(*axes))

@@ -27,7 +27,7 @@ from amp_transpiler.ir.types import NAMES, numpy_dtype
 from amp_transpiler.lists import place_traits
 from amp_transpiler.ops.row_sums import races
 from amp_transpiler.option_checks import choice, listed, switch, whole
-from amp_transpiler.passes.lowering.arena import FIRST_REGION, LARGEST_REGION, REGION, WASTE
+from amp_transpiler.passes.lowering.arena import REGION
 from amp_transpiler.passes.lowering.exchanges import Exchanged, by_itself, has_exchanges, taken_apart
 from amp_transpiler.passes.lowering.parts import Parts, cuts
 from amp_transpiler.passes.lowering.place import CPUPlace, CUDAPlace, Place
@@ -36,7 +36,7 @@ from amp_transpiler.runtime.budget import unbounded_optimizers
 from amp_transpiler.runtime.chain import chained
 from amp_transpiler.runtime.collective.current import engine_on
 from amp_transpiler.runtime.graph_optimizers import IN_FP32, PAIRS_AS_THEY_ARE, UNWANTED, useless_optimizers
-from amp_transpiler.runtime.heap import trim
+from amp_transpiler.runtime.heap import make_arena, trim
 from amp_transpiler.runtime.inputs_held import inputs_held
 from amp_transpiler.runtime.providers import alone, built_in, in_turn, plugin
 from amp_transpiler.runtime.session_cache import SessionCache
@@ -65,6 +65,7 @@ class Settings:
     cache: SessionCache | None = None
     cuda_graph: bool = False
     stream: int = 0  # on which the caller wants it to compute; 0: one of its own
+    as_it_lies: bool = False  # images keep their layout where the provider would turn them
 
     def __post_init__(self) -> None:
         choice("optimization_level", self.optimization_level, _LEVELS)
@@ -121,8 +122,14 @@ def create_session(
     alone_there = place.kind == "cuda" and not settings.allow_cpu_fallback and not settings.cuda_graph
     sizes = size_nodes(model.graph) if alone_there else frozenset()
     asked = replace(settings, allow_cpu_fallback=True) if sizes else settings
+    useless = useless_optimizers(model)
     try:
-        session, kept = _make(data, place, asked, useless_optimizers(model), keep_graph)
+        try:
+            session, kept = _make(data, place, asked, useless, keep_graph)
+        except Exception as error:
+            if not place_traits(place.kind).turns_images or not _leaves(error):
+                raise
+            session, kept = _make(data, place, replace(asked, as_it_lies=True), useless, keep_graph)
     except AmpWarning:
         raise
     except Exception as error:  # onnxruntime's errors have no common base class
@@ -163,7 +170,8 @@ def _make(
     cache, key = settings.cache, ""
     if cache is not None:
         level, fallback = settings.optimization_level, settings.allow_cpu_fallback
-        key = cache.key(data, (place.kind, level, settings.tf32, fallback, *useless, *unbounded_optimizers()))
+        lies = settings.as_it_lies
+        key = cache.key(data, (place.kind, level, settings.tf32, fallback, lies, *useless, *unbounded_optimizers()))
         kept = cache.read(key)
         if kept is not None:
             try:
@@ -213,7 +221,7 @@ def _session(
     options.add_session_config_entry(*(PAIRS_AS_THEY_ARE if b"QuantizeLinear" in data else IN_FP32))
     traits = place_traits(place.kind)
     if not traits.device:
-        _make_arena()
+        make_arena()
         options.add_session_config_entry("session.use_env_allocators", "1")
     # A tensor that takes a dead one's buffer keeps it allocated in between, from the forward into the backward pass;
     # the arena gives the same memory without that, as fast (4 to 18 % less of it on CPU, measured).
@@ -227,6 +235,8 @@ def _session(
     if traits.device:
         entry = "record_ep_graph_assignment_info" if fallback else "disable_cpu_ep_fallback"
         options.add_session_config_entry(f"session.{entry}", "1")
+    if settings.as_it_lies:
+        options.add_session_config_entry(f"ep.{traits.provider.lower()}.preferredLayout", "NCHW")
     providers = None
     if traits.plugin and not built_in(place.kind):
         options.add_provider_for_devices([plugin(place.kind).devices[place.device_id]], {})
@@ -241,25 +251,6 @@ def _session(
             enable_fallback=0,
             disabled_optimizers=[*unbounded_optimizers(), *UNWANTED, *useless],
         )
-
-
-@functools.cache
-def _make_arena() -> None:
-    """Let every CPU session take its memory from one arena, which begins with one large region.
-
-    A session's own begins with 1 MiB and doubles: what is free then lies in many pieces, and a training step takes 4
-    to 50 % more than its tensors (measured). A page of a region takes memory only once something was written to it.
-    onnxruntime never gives its first region back: so that is a small one, and those after a shrink are large, each
-    twice as large as the last.
-    """
-    place = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
-    region = {"initial_chunk_size_bytes": FIRST_REGION, "initial_growth_chunk_size_bytes": REGION}
-    growth = {"arena_extend_strategy": 0, "max_power_of_two_extend_bytes": LARGEST_REGION}
-    settings = ort.OrtArenaCfg(region | growth | {"max_dead_bytes_per_chunk": WASTE})
-    try:
-        ort.create_and_register_allocator(place, settings)
-    except Exception:  # another part of the process has registered one; then that serves
-        return
 
 
 @functools.cache
@@ -287,6 +278,11 @@ def release_memory() -> None:
     trim()
 
 
+def _leaves(error: Exception) -> bool:
+    """Whether onnxruntime refuses a model since some of it would run on the CPU."""
+    return "fallback" in plain_message(error)
+
+
 def _providers(place: Place, settings: Settings, fallback: bool) -> list[Any]:
     provider = place_traits(place.kind).provider
     if not isinstance(place, CUDAPlace):
@@ -303,7 +299,7 @@ def _providers(place: Place, settings: Settings, fallback: bool) -> list[Any]:
 # -- what went wrong -----------------------------------------------------------------------------------
 def _creation_error(error: Exception, data: bytes, place: Place, settings: Settings, name: str) -> Exception:
     text = plain_message(error)
-    if place_traits(place.kind).device and ("fallback" in text or "graph capture" in text or "CUDA Graph" in text):
+    if place_traits(place.kind).device and (_leaves(error) or "graph capture" in text or "CUDA Graph" in text):
         found = cpu_operators(data, place, replace(settings, cuda_graph=False))
         return _place_error(place, name, found)
     if "NOT_IMPLEMENTED" in text or "Could not find an implementation" in text or "Provider type for" in text:

@@ -151,6 +151,7 @@ INEXACT = frozenset(
         "LayerNormalization",
         "LogSoftmax",
         "Mean",
+        "BatchNormalization",
         "GridSample",
         "LRN",
         "Mish",
@@ -169,6 +170,8 @@ CASES += [
     for aligned in (0, 1)
 ]
 CASES += [("GridSample", [WIDE, PLACES[:, None]], {"mode": mode}) for mode in ("linear", "nearest")]
+VECTORS = [np.random.default_rng(k).uniform(0.5, 2, 15).astype(np.float32) for k in range(4)]
+CASES += [("BatchNormalization", [PLAIN[0, 0] + 40, *VECTORS], {"epsilon": 0.1})]
 CASES += [("LRN", [WIDE[..., 0]], {"size": size, "alpha": 0.5, "beta": 0.8, "bias": 1.5}) for size in (1, 3, 5)]
 #: Inputs that say sizes, axes and places: constants.
 SAID = {

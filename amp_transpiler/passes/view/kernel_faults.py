@@ -327,6 +327,7 @@ _HOLDS: Mapping[str, Callable[[Call], bool]] = {
     "floating-point numbers": lambda call: call.dtypes[0] in FLOATS,
     "numbers far from zero": lambda call: call.dtypes[0] in FLOATS and not call.near_zero(),
     "truth values chosen": lambda call: call.dtypes[1] == "bool",
+    "two axes": lambda call: call.rank == 2,
     "three axes": lambda call: call.rank > 4,
     "three axes, in groups": lambda call: call.rank > 4 and call.groups > 1,
 }
