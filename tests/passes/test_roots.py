@@ -9,9 +9,10 @@ import onnx
 import pytest
 
 import amp_transpiler as amp
+from amp_transpiler.ir.metadata import LENGTH
 from amp_transpiler.nn import functional as F
 from amp_transpiler.passes.canonicalize.fuse_rms import fuse_rms_norms
-from amp_transpiler.passes.canonicalize.roots import write_roots
+from amp_transpiler.passes.canonicalize.roots import mark_lengths, write_roots
 from tests.helpers.sessions import run
 from tests.helpers.slopes import assert_slope, slope
 
@@ -103,3 +104,17 @@ def test_where_a_length_is_0_its_slope_is(name: str, dtype: str) -> None:
     assert np.isfinite(without).all() and np.abs(without).max() > 0
     moved = np.where(np.arange(3)[:, None] == 1, X * np.float32(2.0**-9), X).astype(np.float32)
     np.testing.assert_allclose(without, gradient(moved), rtol=0.1, atol=0.2)
+
+
+def test_long_products_under_a_root_are_looked_through_once() -> None:
+    main = amp.Program()
+    with amp.program_guard(main, amp.Program("startup")):
+        x = amp.data("x", [4], "float32")
+        length = F.sum(x * x, axis=-1, keepdim=True)
+        for _ in range(60):
+            length = length * F.reshape(length, [1])
+        for _ in range(2000):
+            length = length * F.sum(x * x, axis=-1, keepdim=True)
+        root = F.sqrt(length)
+    mark_lengths(main)
+    assert LENGTH in root.producer.metadata

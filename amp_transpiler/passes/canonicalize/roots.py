@@ -57,16 +57,26 @@ def mark_lengths(program: Graph) -> None:
 
 def _is_square(variable: Variable | None) -> bool:
     """Whether a variable is 0 only where sums of squares are, and never less."""
-    op = None if variable is None else variable.producer
-    if op is None or op.domain:
-        return False
-    if moves(op, 0):
-        return _is_square(op.input(0))
-    if op.type in ("Mul", "Div"):
-        factors = [op.input(0), op.input(1)]
-        rest = [factor for factor in factors if not (number(factor) or 0) > 0]
-        return bool(rest) and (op.type == "Mul" or rest == factors[:1]) and all(map(_is_square, rest))
-    return _sums_squares(variable)
+    pending, seen = [variable], set[Variable | None]()
+    while pending:
+        read = pending.pop()
+        if read in seen:
+            continue
+        seen.add(read)
+        op = None if read is None else read.producer
+        if op is None or op.domain:
+            return False
+        if moves(op, 0):
+            pending.append(op.input(0))
+        elif op.type in ("Mul", "Div"):
+            factors = [op.input(0), op.input(1)]
+            rest = [factor for factor in factors if not (number(factor) or 0) > 0]
+            if not rest or (op.type == "Div" and rest != factors[:1]):
+                return False
+            pending += rest
+        elif not _sums_squares(read):
+            return False
+    return True
 
 
 def _write(power: Operator, inverse: bool) -> None:
