@@ -172,6 +172,9 @@ MEET = {
     "Gemm: integers times a fraction": [
         "m (int32[3,4] x, int32[4,2] w) => (int32[3,2] y) { y = Gemm<alpha=0.5>(x, w) }",
     ],
+    "BatchNormalization: two axes": [
+        "m (float[3,4] x) => (float[3,4] y) <float[4] w> { v = Abs(w) y = BatchNormalization(x, w, w, w, v) }"
+    ],
     "Pow: a column beside rows of fours": [
         "m (float[3,8] x) => (float[n,o] y) <float[3,1] w> { a = Abs(x) y = Pow(a, w) }"
     ],
