@@ -66,8 +66,13 @@ def _times_cosh(e: Emitter, dy: Value, x: Value) -> Value:
     half = e.like(0.5, x)
     if x.dtype not in HALF:
         return e.Mul(dy, e.Mul(e.Add(e.Exp(x), e.Exp(e.Neg(x))), half))
-    root, dy = e.Exp(e.Mul(x, half)), e.Mul(dy, half)
-    return e.Add(e.Mul(e.Mul(dy, root), root), e.Div(e.Div(dy, root), root))
+    return _times_both(e, e.Mul(dy, half), x)
+
+
+def _times_both(e: Emitter, factor: Value, x: Value) -> Value:
+    """The factor times exp(x) + exp(-x), by the root of exp(x): it fits where exp(x) does not and half of it does."""
+    root = e.Exp(e.Mul(x, e.like(0.5, x)))
+    return e.Add(e.Mul(e.Mul(factor, root), root), e.Div(e.Div(factor, root), root))
 
 
 @gradient("Asinh", reads="x0 dy0", native=True)
@@ -131,10 +136,7 @@ def tan(e: Emitter, x: Value) -> Value:
 
 @_without_kernel("Cosh")
 def cosh(e: Emitter, x: Value) -> Value:
-    """By the root of exp(x), which fits where exp(x) does not and half of it does."""
-    half = e.like(0.5, x)
-    root = e.Exp(e.Mul(x, half))
-    return e.Add(e.Mul(e.Mul(half, root), root), e.Div(e.Div(half, root), root))
+    return _times_both(e, e.like(0.5, x), x)
 
 
 @_without_kernel("Sinh")
@@ -164,8 +166,7 @@ _BENT = 0.273
 
 @_without_kernel("Asin")
 def asin(e: Emitter, x: Value) -> Value:
-    one = e.like(1, x)
-    return atan(e, e.Div(x, e.Sqrt(e.Mul(e.Sub(one, x), e.Add(one, x)))))
+    return atan(e, e.Div(x, _arc(e, x)))
 
 
 @_without_kernel("Acos")
