@@ -19,6 +19,7 @@ from amp_transpiler.ops.gpu_kernels import (
     mixed_rows,
     of_apart,
     plus_rows,
+    remember_balanced,
     rounded_once,
     sums_of_rows,
     weighed_sums,
@@ -190,6 +191,8 @@ def softmax(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
     weights = (base, y) if kept is None else kept
     if axis == last and (found := weighed_sums(e, *weights, apart=kept is None)) is not None:
         dx = mixed_rows(e, y, *found, weights[1])
+        if kept is not None and found[0].dtype in HALF:
+            remember_balanced(e, dx)
         return [dx if factor == 1 else times(e, dx, factor)]
 
     def sums(weighed: Value, sign: float) -> Value:
@@ -204,6 +207,8 @@ def softmax(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
     weighed = e.Mul(*weights, shape=y.shape)
     if axis == last:
         dx = plus_rows(e, weighed, sums(weighed, -1.0), y)
+        if kept is not None and y.dtype in HALF:
+            remember_balanced(e, dx)
         return [dx if factor == 1 else times(e, dx, factor)]
     return [e.Mul(e.Sub(base, sums(weighed, 1.0)), y)]
 

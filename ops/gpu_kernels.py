@@ -17,7 +17,7 @@ from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.evaluation import evaluated
 from amp_transpiler.ir.types import HALF, LIMITS, ONNX_TYPES
-from amp_transpiler.ops.common import exchanged, multiple, number_of, once, size_of
+from amp_transpiler.ops.common import exchanged, multiple, number_of, once, size_of, times
 
 #: A function of one number, elementwise, as a rule writes it.
 Function = Callable[[Emitter, Value], Value]
@@ -123,11 +123,8 @@ def _operand(e: Emitter, value: Value) -> tuple[Value, float, bool]:
 
 def transposed_product(e: Emitter, value: Value) -> Value | None:
     """The last two axes of a product exchanged, by a product of its operands; None where no one kernel made it."""
-    shape, (base, alpha) = size_of(value), multiple(e, value)
+    shape, (base, alpha) = size_of(value), _unmoved(e, value)
     maker = e.makers.get(base.name)
-    while maker is not None and maker.type in ("Cast", "Reshape") and maker.inputs[0] is not None:
-        base, factor = multiple(e, maker.inputs[0])
-        maker, alpha = e.makers.get(base.name), alpha * factor
     if not e.at.fused or maker is None or maker.type not in ("FusedMatMul", "Gemm", "MatMul") or len(maker.inputs) > 2:
         return None
     if size_of(base)[-2:] != shape[-2:]:
@@ -137,6 +134,15 @@ def transposed_product(e: Emitter, value: Value) -> Value | None:
     turned_a, turned_b = (not maker.attrs.get(name) for name in ("transA", "transB"))
     new = product(e, b, a, turned_b, turned_a, alpha * (maker.attrs.get("alpha") or 1.0))
     return e.cast(e.reshape(new, (*shape[:-2], shape[-1], shape[-2])), value.dtype)
+
+
+def _unmoved(e: Emitter, value: Value) -> tuple[Value, float]:
+    """The tensor of which a value is a multiple, whatever its shape and type, and the number."""
+    base, alpha = multiple(e, value)
+    while (maker := e.makers.get(base.name)) is not None and maker.type in ("Cast", "Reshape") and maker.inputs[0]:
+        base, factor = multiple(e, maker.inputs[0])
+        alpha *= factor
+    return base, alpha
 
 
 def along_rows(e: Emitter, a: Value, x: Value, b: Value, y: Value) -> Value:
@@ -303,10 +309,33 @@ def of_apart(e: Emitter, dp: Value) -> Value | None:
     return e.reshape(product(e, do, _less_mean(e, v), trans_b=True), size_of(dp))
 
 
-def _less_mean(e: Emitter, v: Value) -> Value:
-    """Rows less their mean."""
-    *lead, _, width = size_of(v)
-    return e.Sub(v, e.ReduceMean(v, e.ints(-2), keepdims=1, shape=(*lead, 1, width)), shape=v.shape)
+def _less_mean(e: Emitter, v: Value, axis: int = -2) -> Value:
+    """A tensor less its mean along an axis: rows less what they have in common."""
+    shape = list(size_of(v))
+    shape[axis] = 1
+    return e.Sub(v, e.ReduceMean(v, e.ints(axis), keepdims=1, shape=tuple(shape)), shape=v.shape)
+
+
+def remember_balanced(e: Emitter, value: Value) -> None:
+    """Say that the rows of a tensor add up to nothing, but for what was rounded."""
+    e.shared[_balanced(e, value)] = (value,)
+
+
+def apart_for(e: Emitter, a: Value, b: Value) -> Value:
+    """B as the product A B' takes it: less what the rows of B' have in common where the rows of A add up to nothing.
+
+    That would add up what a row of A is off by as a whole, beside which the rest of the product may be small.
+    """
+    if _balanced(e, a) not in e.shared:
+        return b
+    base, factor, turned = _operand(e, b)
+    base = _less_mean(e, base, -2 if turned else -1)
+    b = transposed(e, base) if turned else base
+    return b if factor == 1 else times(e, b, factor)
+
+
+def _balanced(e: Emitter, value: Value) -> str:
+    return f"rows of {size_of(value)[-1]} that add up to nothing: {_unmoved(e, value)[0].name}"
 
 
 def _weighed(dp: Value) -> str:

@@ -20,7 +20,7 @@ from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import SlotShapes, flops, gradient, range_rule, traits
 from amp_transpiler.ops.common import Grads, along_last_axis, reshaped, shape_of, size_of, summed
 from amp_transpiler.ops.einsum import terms_of, unrepeated
-from amp_transpiler.ops.gpu_kernels import product, remember_weighed
+from amp_transpiler.ops.gpu_kernels import apart_for, product, remember_weighed
 
 
 @gradient("MatMul", reads="x0 x1 dy0", native=True)
@@ -71,7 +71,7 @@ def _da(e: Emitter, b: Value, b_shape: tuple[int, ...], dy: Value, a_shape: tupl
         b = _without_batch(e, b, b_shape)
         if len(size_of(b)) == 2:  # one product of matrices
             dy = reshaped(e, dy, (math.prod(size_of(dy)[:-1]), b_shape[-1]))
-        return product(e, dy, b, trans_b=True, plus=e.summand)
+        return product(e, dy, apart_for(e, dy, b), trans_b=True, plus=e.summand)
     return product(e, _folded(e, dy, dims, -1), _folded(e, e.reshape(b, b_shape), dims, -1), trans_b=True)
 
 

@@ -27,22 +27,25 @@ def slope(
     made: Callable[[Variable], Variable], x: np.ndarray, dtype: str, place: str, pure: bool = True
 ) -> tuple[np.ndarray, list[str]]:
     """The gradient of the sum of what is made of a parameter, and the operators of the lowered program."""
+    amp.seed(3)
     main = amp.Program("main")
-    lists = amp.AutoMixedPrecisionLists(dtype=dtype)
-    sgd = amp.decorate(
-        amp.optimizer.SGD(1.0, multi_precision=True), lists, 1.0, use_pure_fp16=pure, use_fp16_guard=False, dtype=dtype
-    )
+    sgd = amp.optimizer.SGD(1.0, multi_precision=True)
+    if dtype != "float32":
+        lists = amp.AutoMixedPrecisionLists(dtype=dtype)
+        sgd = amp.decorate(sgd, lists, 1.0, use_pure_fp16=pure, use_fp16_guard=False, dtype=dtype)
     with amp.program_guard(main, main.startup), amp.unique_name.guard():
         parameter = amp.create_parameter(x.shape, "float32", "x", amp.nn.initializer.Assign(x))
         ((_, grad),) = sgd.backward(F.sum(made(parameter)))
     scope, executor = amp.Scope(), amp.Executor()
     executor.run(main.startup, scope=scope)
-    sgd.amp_init(amp.CPUPlace(), scope=scope)
+    if dtype != "float32":
+        sgd.amp_init(amp.CPUPlace(), scope=scope)
     lowered = lower(main, place, {}, [grad])
     kinds = [node.op_type for node in lowered.model.graph.node]
     if place == "cpu":
         return np.asarray(executor.run(main, fetch_list=[grad], scope=scope)[0], np.float64), kinds
-    known = node_by_node(lowered.model, fed(lowered.states, lambda name: np.asarray(scope.find_var(name))))
+    values = fed(lowered.states, lambda name: np.asarray(scope.find_var(name)))
+    known = node_by_node(lowered.model, values | {name: np.zeros((), np.float32) for name in lowered.scalars})
     return known[lowered.fetches[0].tensor].astype(np.float64), kinds
 
 
@@ -56,10 +59,8 @@ def passed(scores: np.ndarray, dy: np.ndarray, axis: int) -> np.ndarray:
     return y * (dy - (y * dy).sum(axis, keepdims=True))
 
 
-@pytest.mark.parametrize("pure", [True, False], ids=["pure", "mixed"])
-@pytest.mark.parametrize("length", [40, 80])  # of so many places, the sums that are weighed are much shorter
-@pytest.mark.parametrize(("dtype", "place"), PLACES)
-def test_queries_learn_of_keys_and_values_that_are_alike(dtype: str, place: str, length: int, pure: bool) -> None:
+def attention(length: int, dtype: str, rate: float) -> tuple[np.ndarray, Callable[[Variable], Variable]]:
+    """Queries, and sums of values that they weigh: keys and values have three times their spread in common."""
     rng = np.random.default_rng(0)
     size = (1, HEADS, length, WIDTH)
     q, k, v, do = (
@@ -68,18 +69,38 @@ def test_queries_learn_of_keys_and_values_that_are_alike(dtype: str, place: str,
     )
     constants = {"k": k.swapaxes(-1, -2), "v": v, "do": do}
 
-    def attention(x: Variable) -> Variable:
+    def made(x: Variable) -> Variable:
         keys, values, slopes = (x.program.add_constant(name, array) for name, array in constants.items())
-        return F.matmul(F.softmax(F.matmul(x, keys), axis=-1), values) * slopes
+        weights = F.softmax(F.matmul(x, keys), axis=-1)
+        return F.matmul(F.dropout(weights, rate) if rate else weights, values) * slopes
 
-    found, kinds = slope(attention, q, dtype, place, pure)
-    q64, k64, v64, do64 = (array.astype(np.float64) for array in (q, k, v, do))
-    right = passed(q64 @ k64.swapaxes(-1, -2), do64 @ v64.swapaxes(-1, -2), -1) @ k64
+    return q, made
+
+
+@pytest.mark.parametrize("pure", [True, False], ids=["pure", "mixed"])
+@pytest.mark.parametrize("length", [40, 80])  # of so many places, the sums that are weighed are much shorter
+@pytest.mark.parametrize(("dtype", "place"), PLACES)
+def test_queries_learn_of_keys_and_values_that_are_alike(dtype: str, place: str, length: int, pure: bool) -> None:
+    q, made = attention(length, dtype, 0)
+    found, kinds = slope(made, q, dtype, place, pure)
+    right, _ = slope(made, q, "float32", "cpu")
     epsilon = float(ml_dtypes.finfo(dtype).eps)
     assert np.linalg.norm(found - right) < 4 * epsilon * np.linalg.norm(right)
     sums = place == "cuda"  # of rows, a product with ones each; or of rows of values, which are computed for it
     short = length > (4 if pure else 2) * WIDTH
     assert sum(kind in ("MatMul", "FusedMatMul", "Gemm") for kind in kinds) == 3 + sums + (sums and short)
+
+
+@pytest.mark.parametrize("pure", [True, False], ids=["pure", "mixed"])
+@pytest.mark.parametrize("length", [40, 80])
+@pytest.mark.parametrize(("dtype", "place"), PLACES)
+def test_so_they_do_with_dropout(dtype: str, place: str, length: int, pure: bool) -> None:
+    """Of what values have in common it keeps more in one place than in another; what a row is off by is alike."""
+    q, made = attention(length, dtype, 0.1)
+    found, _ = slope(made, q, dtype, place, pure)
+    right, _ = slope(made, q, "float32", "cpu")
+    epsilon = float(ml_dtypes.finfo(dtype).eps)
+    assert np.linalg.norm(found - right) < 2 * epsilon * np.linalg.norm(right)
 
 
 @pytest.mark.parametrize("axis", [-1, 1])
