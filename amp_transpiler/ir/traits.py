@@ -60,6 +60,7 @@ class Traits:
     ``shortens``: its output grows ever more slowly with its input, so that what is of any size makes ordinary numbers.
     ``ignores``: "low" where very low numbers of the first input count for nothing beside ordinary ones, "high" where
     very high ones do.
+    ``lower``, ``upper``: the slots of numbers below which, above which, its output does not lie; None for every slot.
     ``poles``: numbers in the first input at which its output, or its slope, is infinite.
     ``nears``: it comes near the ends of ``bounded``, and reaches them by rounding alone.
     ``overflows``: why its results may leave float16 where its inputs do not; ``overflows_inside``: why numbers that it
@@ -103,6 +104,8 @@ class Traits:
     carries_large: bool = False
     shortens: bool = False
     ignores: str = ""
+    lower: tuple[int, ...] | None = ()
+    upper: tuple[int, ...] | None = ()
     poles: tuple[float, ...] = ()
     nears: bool = False
     overflows: Kind | None = None

@@ -202,7 +202,7 @@ class _RoundingLoss:
                 worst = math.copysign(found.largest, limit)
                 action = f"takes {limit:g} instead: it only masks"
                 self._note(variable, "overflow", int(changed.sum()), found.size, worst, action)
-        elif found.beyond:
+        elif found.beyond and not constants.only_bounds(variable, array, self.dtype):
             action = self._keep(variable, BEYOND | MAY_OVERFLOW, Kind.CONSTANT_BEYOND, f"{worst:g}")
             self._note(variable, "overflow", found.beyond, found.size, worst, action)
 

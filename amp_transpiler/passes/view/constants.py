@@ -13,6 +13,7 @@ import onnx
 from amp_transpiler.errors import PrecisionError
 from amp_transpiler.ir.constant_data import held_data
 from amp_transpiler.ir.nodes import Operator, Variable, origin
+from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.tensors import CastTensor, as_array, byte_size, chunks, held, tensor_type
 from amp_transpiler.ir.types import FLOATS, LIMITS, ONNX_TYPES, numpy_dtype
 
@@ -77,7 +78,8 @@ def has_content(variable: Variable) -> bool:
 def converted(variable: Variable, dtype: str, reader: str, magnitude: float = math.inf) -> np.ndarray | CastTensor:
     """The content in ``dtype``, a large one when it is used; PrecisionError where a finite number leaves its range.
 
-    ``magnitude``: that of its largest number, where that is known and all of them are finite.
+    What only bounds ends where the range does. ``magnitude``: that of its largest number, where that is known and all
+    of them are finite.
     """
     data, limit = content(variable), LIMITS[dtype].largest
     if math.prod(tensor_type(data)[1]) >= _LARGE:
@@ -88,8 +90,20 @@ def converted(variable: Variable, dtype: str, reader: str, magnitude: float = ma
     array = as_array(data)
     result = _cast(array, dtype)
     if magnitude > limit:
+        if only_bounds(variable, array, dtype):
+            return _cast(np.where(np.isfinite(array), np.clip(array, -limit, limit), array), dtype)
         _check_range(variable, array, result, dtype, reader)
     return result
+
+
+def only_bounds(variable: Variable, array: np.ndarray, dtype: str) -> bool:
+    """Whether all that its content tells, where it lies beyond the range of ``dtype``, is that nothing lies beyond it:
+    it is read as a lower bound, and very low, or as an upper one, and very high."""
+    limit = LIMITS[dtype].overflow
+    finite = array[np.isfinite(array)]
+    low, high = (finite <= -limit).any(), (finite >= limit).any()
+    slots = [(traits_of(op).lower if low else traits_of(op).upper, slot) for op, slot in variable.readers]
+    return bool(low != high) and all(known is None or slot in known for known, slot in slots)
 
 
 def all_converted(
