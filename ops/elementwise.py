@@ -27,10 +27,11 @@ from amp_transpiler.ir.intervals import (
     squared,
     total,
 )
+from amp_transpiler.ir.metadata import FLOORED
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import gradient, lowering_rule, no_gradient, own, range_rule, traits
 from amp_transpiler.ir.operator_call import Held, Writer
-from amp_transpiler.ir.types import FLOATS, HALF
+from amp_transpiler.ir.types import FLOATS, HALF, LIMITS
 from amp_transpiler.ops.common import Grads, comparable, pointwise, size_of, summed, times
 from amp_transpiler.ops.reduce import last_less_each
 from amp_transpiler.ops.row_sums import with_rows
@@ -63,7 +64,12 @@ def mul(e: Emitter, op: Operator, x0: Value, x1: Value, dy: Value) -> Grads:
 
 @gradient("Div", reads="x1 y0 dy0", native=True)
 def div(e: Emitter, op: Operator, x1: Value, y: Value, dy: Value) -> Grads:
-    """dx0 = dy / x1, dx1 = -dx0 y: what leaves 16 bit on the way leaves it in dx0 as well."""
+    """dx0 = dy / x1, dx1 = -dx0 y: what leaves 16 bit on the way leaves it in dx0 as well.
+
+    Where x1 is a length that is a tiny number at least, dx0 is dy there."""
+    if FLOORED in op.metadata:
+        plain = comparable(e, x1)
+        x1 = e.Where(e.Less(plain, e.like(LIMITS["float16"].normal, plain)), e.like(1, x1), x1)
     by_x1 = e.Div(dy, x1)
     dx0 = summed(e, by_x1, dy, 0) if e.wants(0) else None
     dx1 = e.Neg(summed(e, e.Mul(by_x1, y), dy, 1)) if e.wants(1) else None

@@ -24,6 +24,9 @@ NORM = PREFIX + "norm"
 #: Metadata entry of a Sqrt, and of its gradient: what is under it is of squares, as of a length, a distance or a
 #: standard deviation; where that is 0, its slope is 0.
 LENGTH = PREFIX + "length"
+#: Metadata entry of a Div, and of its gradient: it divides by a length that is a tiny number at least, over which no
+#: slope fits 16 bit; there, at vectors of zeros, it passes slopes on as a division by 1 does.
+FLOORED = PREFIX + "floored"
 #: Metadata entry of an operator that stands for several in training: their types. What is saved for inference has them
 #: again, and an operator list that keeps one of them in fp32 keeps this one.
 FUSED = PREFIX + "fused"

@@ -69,7 +69,7 @@ def test_what_the_user_names_stays() -> None:
         assert "Pow" in [op.type for op in amp.convert(onnx.parser.parse_model(body), **more).operators]
 
 
-NUMBERS = "float one = {1}, float six = {6}, float five = {5}, float near = {0.49999976}, float[8] w = {1, 1, 1, 1, 2, 2, 2, 2}, "
+NUMBERS = "float tiny = {1e-12}, int64[2] shape = {3, 8}, int64[1] end = {0}, float one = {1}, float six = {6}, float five = {5}, float near = {0.49999976}, float[8] w = {1, 1, 1, 1, 2, 2, 2, 2}, "
 WEIGHED = HEAD.replace("float eps", NUMBERS + "float eps") + "{ v = Mul(x, w)  "
 DEVIATION = "a = ReduceMean(v, last)  d = Sub(v, a)  s = Mul(d, d)  m = ReduceMean<keepdims = 0>(s, last)  "
 LENGTHS = {
@@ -82,28 +82,50 @@ LENGTHS = {
 }
 
 
+def slope_of_w(text: str, x: np.ndarray, dtype: str, pure: bool = True) -> np.ndarray:
+    """The gradient of the sum of what is computed of ``x * w``, by ``w``, times a loss scale of 8 in 16 bit."""
+    found = amp.Program.from_onnx(onnx.parser.parse_model(WEIGHED + text))
+    amp.prepare_training(found)
+    rule: Any = amp.optimizer.SGD(1.0, multi_precision=dtype != "float32")
+    if dtype != "float32":
+        lists = amp.AutoMixedPrecisionLists(custom_white_list=None if pure else ["Mul"], dtype=dtype)
+        rule = amp.decorate(rule, lists, 8.0, use_pure_fp16=pure, use_fp16_guard=False, dtype=dtype)
+    with amp.program_guard(found, found.startup), amp.unique_name.guard():
+        ((_, slope),) = rule.backward(F.sum(found.outputs[0]))
+    executor, scope = amp.Executor(amp.CPUPlace()), amp.Scope()
+    executor.run(found.startup, scope=scope)
+    if dtype != "float32":
+        rule.amp_init(amp.CPUPlace(), scope)
+    return np.asarray(executor.run(found, {"x": x}, [slope], scope)[0], np.float32)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("name", LENGTHS)
 def test_where_a_length_is_0_its_slope_is(name: str, dtype: str) -> None:
-    def gradient(x: np.ndarray) -> np.ndarray:
-        found = amp.Program.from_onnx(onnx.parser.parse_model(WEIGHED + LENGTHS[name]))
-        amp.prepare_training(found)
-        rule: Any = amp.optimizer.SGD(1.0, multi_precision=dtype != "float32")
-        if dtype != "float32":
-            rule = amp.decorate(rule, init_loss_scaling=8.0, use_pure_fp16=True, use_fp16_guard=False, dtype=dtype)
-        with amp.program_guard(found, found.startup), amp.unique_name.guard():
-            ((_, slope),) = rule.backward(F.sum(found.outputs[0]))
-        executor, scope = amp.Executor(amp.CPUPlace()), amp.Scope()
-        executor.run(found.startup, scope=scope)
-        if dtype != "float32":
-            rule.amp_init(amp.CPUPlace(), scope)
-        return np.asarray(executor.run(found, {"x": x}, [slope], scope)[0], np.float32)
-
     some = np.where(np.arange(3)[:, None] == 1, 0, X).astype(np.float32)
-    without = gradient(some)
+    without = slope_of_w(LENGTHS[name], some, dtype)
     assert np.isfinite(without).all() and np.abs(without).max() > 0
     moved = np.where(np.arange(3)[:, None] == 1, X * np.float32(2.0**-9), X).astype(np.float32)
-    np.testing.assert_allclose(without, gradient(moved), rtol=0.1, atol=0.2)
+    np.testing.assert_allclose(without, slope_of_w(LENGTHS[name], moved, dtype), rtol=0.1, atol=0.2)
+
+
+FLOORS = {
+    "F.normalize": "n = ReduceL2(v, last)  c = Clip(n, tiny)  t = Expand(c, shape)  y = Div(v, t) }",
+    "F.normalize by sums": "n = ReduceL1(v, last)  c = Max(n, tiny)  y = Div(v, c) }",
+    "a root": "s = Mul(v, v)  m = ReduceSum(s, last)  n = Sqrt(m)  c = Clip(n, tiny)  y = Div(v, c) }",
+    "F.cosine_similarity": """d = Mul(v, w)  a = ReduceSum<keepdims = 0>(d, last)  s = Mul(v, v)
+        m = ReduceSum<keepdims = 0>(s, last)  q = Mul(w, w)  o = ReduceSum<keepdims = 0>(q, end)  p = Mul(m, o)
+        n = Sqrt(p)  c = Max(n, tiny)  y = Div(a, c) }""",
+}
+
+
+@pytest.mark.parametrize("pure", [True, False], ids=["pure", "mixed"])
+@pytest.mark.parametrize("name", FLOORS)
+def test_float16_learns_beside_vectors_of_zeros(name: str, pure: bool) -> None:
+    """A slope over 1e-12 is infinite there, and times what it does not count for it is NaN."""
+    x = np.where(np.arange(3)[:, None] == 1, 0, X).astype(np.float32)
+    found, right = (slope_of_w(FLOORS[name], x, dtype, pure) for dtype in ("float16", "float32"))
+    np.testing.assert_allclose(found / 8, right, atol=5e-3 * np.abs(right).max())
 
 
 def test_long_products_under_a_root_are_looked_through_once() -> None:

@@ -3,16 +3,27 @@
 What recognises norms looks for Sqrt and Reciprocal, and a negative power of what is next to 0 leaves float16.
 
 Roots of squares are marked as lengths: written out, torch's standard deviation, norm, cosine similarity and distance
-have a slope of NaN where they are 0, which they have not in torch.
+have a slope of NaN where they are 0, which they have not in torch. Divisions by a length of 1e-12 at least are marked
+for float16: a vector of zeros, as of what is padded, has a slope of 1e12 there, which is infinite, and NaN behind a
+mask.
 """
 
 from __future__ import annotations
 
 from amp_transpiler.ir.graph import Graph
-from amp_transpiler.ir.metadata import LENGTH
+from amp_transpiler.ir.metadata import FLOORED, LENGTH
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import moves
-from amp_transpiler.passes.canonicalize.matching import added_number, computed, maker, number, put, squaring
+from amp_transpiler.ir.types import LIMITS
+from amp_transpiler.passes.canonicalize.matching import (
+    added_number,
+    computed,
+    lower_bound,
+    maker,
+    number,
+    put,
+    squaring,
+)
 from amp_transpiler.passes.view.of_type import of_type
 
 #: An exponent may be so far from a half: torch's exporter writes distances with 1 / (2 + 1e-6).
@@ -53,6 +64,30 @@ def mark_lengths(program: Graph) -> None:
     for root in of_type(program, "Sqrt"):
         if _is_square(root.input(0)):
             root.metadata[LENGTH] = "1"
+
+
+def mark_floored(program: Graph, dtype: str) -> None:
+    """Say of divisions by lengths that are a number at least, whose inverse ``dtype`` does not hold, that they are; in
+    place."""
+    for division in of_type(program, "Div") if dtype == "float16" else ():
+        divisor = _unmoved(division.input(1))
+        clip = maker(divisor, "Clip")
+        length, least = (clip.input(0), lower_bound(clip)) if clip is not None else added_number(divisor, "Max")
+        if least is not None and 0 < least < LIMITS["float16"].normal and _is_length(_unmoved(length)):
+            division.metadata[FLOORED] = "1"
+
+
+def _unmoved(variable: Variable | None) -> Variable | None:
+    while variable is not None and variable.producer is not None and moves(variable.producer, 0):
+        variable = variable.producer.input(0)
+    return variable
+
+
+def _is_length(variable: Variable | None) -> bool:
+    root = maker(variable, "Sqrt")
+    if root is not None:
+        return _is_square(root.input(0))
+    return (maker(variable, "ReduceL2") or maker(variable, "ReduceL1")) is not None
 
 
 def _is_square(variable: Variable | None) -> bool:

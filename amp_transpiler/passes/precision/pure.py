@@ -20,6 +20,7 @@ from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.lists.paddle import paddle_arguments
 from amp_transpiler.passes.canonicalize.floored_sums import write_shares
+from amp_transpiler.passes.canonicalize.roots import mark_floored
 from amp_transpiler.passes.canonicalize.unit_vectors import write_unit_vectors
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.known import training_constraints
@@ -84,6 +85,8 @@ def cast_model_to_fp16(
         saturate_masks(program, lists.dtype)
         if numeric_guards:
             _write_lengths(program, lists, use_fp16_guard)
+        for each in programs(program):
+            mark_floored(each, lists.dtype)
         constraints = training_constraints(program, lists.dtype, like) if numeric_guards else Constraints()
         pure = _Pure(program, lists, use_fp16_guard, constraints)
         stored = {} if like is None else {v.name: v.dtype for v in like.variables if v.persistable}

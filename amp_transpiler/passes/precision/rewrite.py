@@ -15,12 +15,14 @@ from amp_transpiler.ir.reasons import Kind, Reason
 from amp_transpiler.ir.rollback import unchanged_on_error
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.lists import AutoMixedPrecisionLists
+from amp_transpiler.passes.canonicalize.roots import mark_floored
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.known import training_constraints
 from amp_transpiler.passes.numerics.mask_constants import saturate_masks
 from amp_transpiler.passes.precision.casts import apply
 from amp_transpiler.passes.precision.rules import BLACK, WHITE, Decision, Rules, check_program
 from amp_transpiler.passes.view.names import label, source
+from amp_transpiler.passes.view.typing import programs
 
 
 def rewrite_program(
@@ -59,6 +61,8 @@ def rewrite_program(
     check_program(program, lists, "rewrite_program", names_must_exist)
     with unchanged_on_error(program):
         saturate_masks(program, lists.dtype)
+        for each in programs(program):
+            mark_floored(each, lists.dtype)
         constraints = training_constraints(program, lists.dtype, like) if numeric_guards else Constraints()
         colours = _Colours(program, lists, constraints)
         apply(program, colours.decide_all(colours.decide), lists, narrow_parameters=False)
