@@ -69,7 +69,7 @@ def test_what_the_user_names_stays() -> None:
         assert "Pow" in [op.type for op in amp.convert(onnx.parser.parse_model(body), **more).operators]
 
 
-NUMBERS = "float tiny = {1e-12}, int64[2] shape = {3, 8}, int64[1] end = {0}, float one = {1}, float six = {6}, float five = {5}, float near = {0.49999976}, float[8] w = {1, 1, 1, 1, 2, 2, 2, 2}, "
+NUMBERS = "float tiny = {1e-12}, float least = {1e-8}, int64[2] shape = {3, 8}, int64[1] end = {0}, float one = {1}, float six = {6}, float five = {5}, float near = {0.49999976}, float[8] w = {1, 1, 1, 1, 2, 2, 2, 2}, "
 WEIGHED = HEAD.replace("float eps", NUMBERS + "float eps") + "{ v = Mul(x, w)  "
 DEVIATION = "a = ReduceMean(v, last)  d = Sub(v, a)  s = Mul(d, d)  m = ReduceMean<keepdims = 0>(s, last)  "
 LENGTHS = {
@@ -112,6 +112,8 @@ def test_where_a_length_is_0_its_slope_is(name: str, dtype: str) -> None:
 FLOORS = {
     "F.normalize": "n = ReduceL2(v, last)  c = Clip(n, tiny)  t = Expand(c, shape)  y = Div(v, t) }",
     "F.normalize by sums": "n = ReduceL1(v, last)  c = Max(n, tiny)  y = Div(v, c) }",
+    "a sum of magnitudes": "b = Abs(v)  n = ReduceSum(b, last)  c = Add(n, least)  y = Div(v, c) }",
+    "a length and a number": "n = ReduceL2(v, last)  c = Add(least, n)  y = Div(v, c) }",
     "a root": "s = Mul(v, v)  m = ReduceSum(s, last)  n = Sqrt(m)  c = Clip(n, tiny)  y = Div(v, c) }",
     "F.cosine_similarity": """d = Mul(v, w)  a = ReduceSum<keepdims = 0>(d, last)  s = Mul(v, v)
         m = ReduceSum<keepdims = 0>(s, last)  q = Mul(w, w)  o = ReduceSum<keepdims = 0>(q, end)  p = Mul(m, o)

@@ -67,12 +67,14 @@ def mark_lengths(program: Graph) -> None:
 
 
 def mark_floored(program: Graph, dtype: str) -> None:
-    """Say of divisions by lengths that are a number at least, whose inverse ``dtype`` does not hold, that they are; in
-    place."""
+    """Say of divisions by lengths that are a number at least, or more by it, over which no slope fits ``dtype``, that
+    they are; in place."""
     for division in of_type(program, "Div") if dtype == "float16" else ():
         divisor = _unmoved(division.input(1))
         clip = maker(divisor, "Clip")
-        length, least = (clip.input(0), lower_bound(clip)) if clip is not None else added_number(divisor, "Max")
+        length, least = added_number(divisor, "Max" if maker(divisor, "Add") is None else "Add")
+        if clip is not None:
+            length, least = clip.input(0), lower_bound(clip)
         if least is not None and 0 < least < LIMITS["float16"].normal and _is_length(_unmoved(length)):
             division.metadata[FLOORED] = "1"
 
@@ -84,9 +86,11 @@ def _unmoved(variable: Variable | None) -> Variable | None:
 
 
 def _is_length(variable: Variable | None) -> bool:
-    root = maker(variable, "Sqrt")
+    root, total = maker(variable, "Sqrt"), maker(variable, "ReduceSum")
     if root is not None:
         return _is_square(root.input(0))
+    if total is not None:
+        return maker(total.input(0), "Abs") is not None
     return (maker(variable, "ReduceL2") or maker(variable, "ReduceL1")) is not None
 
 
