@@ -103,7 +103,8 @@ def only_bounds(variable: Variable, array: np.ndarray, dtype: str) -> bool:
     finite = array[np.isfinite(array)]
     low, high = (finite <= -limit).any(), (finite >= limit).any()
     slots = [(traits_of(op).lower if low else traits_of(op).upper, slot) for op, slot in variable.readers]
-    return bool(low != high) and all(known is None or slot in known for known, slot in slots)
+    read = bool(slots) and variable not in variable.program.outputs
+    return read and bool(low != high) and all(known is None or slot in known for known, slot in slots)
 
 
 def all_converted(
