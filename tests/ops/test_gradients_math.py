@@ -7,16 +7,19 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 from hypothesis import given, settings, strategies as st
 from scipy import special
 
+import amp_transpiler as amp
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ops.gpu_kernels import plus_rows
 from tests.helpers.forwardcheck import check_forward
 from tests.helpers.gradcheck import Case, Gradient, check_gradient, few, gradient_model, gradient_values, seeds
 from tests.helpers.node_by_node import node_by_node
 from tests.helpers.rules import as_model, run_cpu, tensor_info, typed_feeds
+from tests.helpers.slopes import slope
 
 pytestmark = pytest.mark.rules
 
@@ -104,6 +107,17 @@ UNARY: dict[str, Any] = {
 @given(shape=shapes(), seed=seeds)
 def test_unary(type_: str, shape: Shape, seed: int) -> None:
     check_gradient(type_, [UNARY[type_](np.random.default_rng(seed), shape)], forward=FLOAT64.get(type_))
+
+
+def test_the_logarithm_of_a_softplus_learns_far_below_zero() -> None:
+    x = np.float32([-75, -40, -20, -15, -12, -9, -3, 0, 4, 30, 95])
+    head = f'<ir_version: 8, opset_import: ["" : 18]> g (float[{x.size}] x) => (float[{x.size}] y)'
+    found = amp.Program.from_onnx(onnx.parser.parse_model(f"{head} {{ s = Softplus(x)  y = Log(s) }}"))
+    wide = x.astype(np.float64)
+    size = np.maximum(wide, 0) + np.log1p(np.exp(-np.abs(wide)))
+    expected = np.log(size), 2 * np.log(size) / size / (1 + np.exp(-wide))
+    for got, right in zip(slope(found, x), expected, strict=True):
+        np.testing.assert_allclose(got, right, rtol=1e-4)
 
 
 @few
