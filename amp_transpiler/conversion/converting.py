@@ -27,6 +27,7 @@ from amp_transpiler.conversion.verdict import judge
 from amp_transpiler.conversion.write_fused import WriteFused
 from amp_transpiler.conversion.write_lacking import WriteLacking
 from amp_transpiler.conversion.write_whole import InvertTriangles, WriteHardSwishes, WriteNorms
+from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.gc_pause import collector_paused
 from amp_transpiler.ir.oldest_forms import OLDEST, bring_to_oldest
 from amp_transpiler.ir.onnx_in import load
@@ -116,7 +117,8 @@ def convert(
     Raises:
         ArgumentError: unknown mode, options that contradict each other, patterns or names that match nothing,
         calibration data that does not fit. ListError: an unknown operator. ModelFileError: not a model.
-        PrecisionError: a weight beyond the range of ``dtype``, without guards. GraphError: a variable without type.
+        PrecisionError: a weight beyond the range of ``dtype``, without guards. GraphError: a variable without type, a
+        model without outputs.
         ExecutionError: onnxruntime fails on the calibration data, or a run exceeds its budget.
     """
     options = ConversionOptions(
@@ -180,6 +182,11 @@ def convert_with(
     with ExitStack() as resting:
         resting.enter_context(collector_paused())
         program = load(model_or_path, ConvertedProgram, weights=False)
+        if not program.outputs:
+            raise GraphError(
+                f"model '{path or program.graph_name}' has no outputs: nothing of it would be left; "
+                "declare what it computes as outputs of its graph"
+            )
         before = record_program(program, path) if options.record else None
         written = program.opset()
         raised = [f"opset {written} raised to {OLDEST}, the oldest that onnxruntime runs"] * bring_to_oldest(program)

@@ -51,6 +51,8 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _said(folder: Path) -> Any:
+    if not os.path.isfile(folder / MANIFEST):  # a pipe would be waited for
+        return None
     try:
         return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -157,6 +157,8 @@ def _fits(said: Mapping[str, Any]) -> bool:
 
 def _check(path: Path, said: Mapping[str, Any]) -> None:
     try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise OSError(0, "it is no ordinary file")  # a pipe would be waited for
         found = file_hash(path)
     except OSError as error:
         raise ModelFileError(f"{CALL}: '{path}' cannot be read: {error.strerror or error}") from None

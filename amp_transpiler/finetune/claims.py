@@ -6,11 +6,7 @@ import os
 from contextlib import ExitStack
 
 from amp_transpiler.errors import AmpError
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from amp_transpiler.locks_of_files import lock
 
 
 class Claims(ExitStack):
@@ -25,11 +21,11 @@ class Claims(ExitStack):
 
     def take(self, folder: str | os.PathLike[str], what: str, kind: type[AmpError]) -> None:
         """Claim a folder, where it is there; ``kind``, naming ``what``, where another training has it."""
-        if fcntl is None or not os.path.isdir(folder):
+        if not os.path.isdir(folder):
             return
         try:
             handle = os.open(folder, os.O_RDONLY)
-        except OSError:  # it may not be listed
+        except OSError:  # it may not be listed, or the system opens no folders
             return
         found = os.fstat(handle)
         if (found.st_dev, found.st_ino) in self._held:
@@ -37,12 +33,10 @@ class Claims(ExitStack):
             return
         self.callback(os.close, handle)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if lock(handle):
+                self._held.add((found.st_dev, found.st_ino))
         except BlockingIOError:
             raise kind(
                 f"{what} '{os.fspath(folder)}': another training that has not ended writes there; wait for it, or give "
                 "another folder"
             ) from None
-        except OSError:
-            return  # no locks on this file system
-        self._held.add((found.st_dev, found.st_ino))

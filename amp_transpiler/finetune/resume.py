@@ -55,7 +55,8 @@ def find(folder: str | os.PathLike[str]) -> Resumed | None:
         said = meta["extra"][_KEY]
         history = tuple(map(_record, said["history"]))
         options, identity = dict(said["options"]), {"data": {}, **said["identity"]}
-        dict(identity["data"])
+        if not isinstance(identity["data"], dict):
+            raise TypeError
         return Resumed(path, int(meta["step"]), int(said["steps"]), in_one_spelling(options), identity, history)
     except (KeyError, TypeError, ValueError, OverflowError):
         raise CheckpointError(

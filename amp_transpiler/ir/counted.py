@@ -78,7 +78,10 @@ def _counts(array: np.ndarray) -> int:
     the first again; else 0."""
     if array.size < _FEW:
         return 0
-    numbers = array.reshape(-1).astype(np.float64) - float(array.item(0))
+    numbers = array.reshape(-1).astype(np.float64)
+    if not np.isfinite(numbers).all():
+        return 0
+    numbers -= float(array.item(0))
     steps = np.diff(numbers)
     unit = next(iter(steps[steps != 0]), 0.0)
     if not math.isfinite(unit) or not unit:

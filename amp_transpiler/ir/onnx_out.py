@@ -148,6 +148,7 @@ class _Writer:
         self.values = values
         self.results = results
         self.headers: dict[tuple[str, str, str, int], onnx.NodeProto] = {}
+        self.free = False  # whether an initializer of any graph is no input of it
 
     # -- model -----------------------------------------------------------------------------------
     def model(self, program: Graph) -> onnx.ModelProto:
@@ -157,8 +158,8 @@ class _Writer:
             model.CopyFrom(source.model)
         self.graph(program, model.graph)
         ir_version = info.ir_version
-        if ir_version < FREE_INITIALIZERS and self._free_initializers(model.graph):
-            ir_version = FREE_INITIALIZERS
+        if self.free:
+            ir_version = max(ir_version, FREE_INITIALIZERS)
         for field, value in (
             ("ir_version", ir_version),
             ("producer_name", info.producer_name),
@@ -173,10 +174,6 @@ class _Writer:
         _write_metadata(model.metadata_props, info.metadata)
         model.functions.extend(info.functions)
         return model
-
-    def _free_initializers(self, graph: onnx.GraphProto) -> bool:
-        inputs = {info.name for info in graph.input}
-        return any(tensor.name not in inputs for tensor in graph.initializer)
 
     def _opsets(self, program: Graph) -> dict[str, int]:
         opsets = dict(program.info.opsets)
@@ -197,6 +194,8 @@ class _Writer:
         _write_metadata(graph.metadata_props, program.info.graph_metadata | written_state(program))
         held = self._initializers(program, graph)
         self._inputs(program, graph, held)
+        inputs = {info.name for info in graph.input}
+        self.free = self.free or any(tensor.name not in inputs for tensor in graph.initializer)
         for op in program.operators:
             self.node(op, graph.node.add())
         self._outputs(program, graph)

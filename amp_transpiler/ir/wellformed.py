@@ -22,7 +22,7 @@ from amp_transpiler.ir.tensors import byte_size
 from amp_transpiler.ir.text import check_text
 from amp_transpiler.ir.types import FLOATS, NAMES, RANK, numpy_dtype
 from amp_transpiler.ir.verify import schema_of
-from amp_transpiler.lists import plain_domain
+from amp_transpiler.lists import first_opset, plain_domain
 from amp_transpiler.option_checks import counted
 
 #: Bytes that a sparse tensor may take once it is dense.
@@ -223,7 +223,8 @@ class _Schema:
 
 @lru_cache(maxsize=4096)
 def _schema(type_: str, opset: int, domain: str) -> _Schema | None:
-    found = schema_of(type_, opset, domain)
+    """Of an operator that onnxruntime had before ONNX, in a model of that time: of the form that ONNX took over."""
+    found = schema_of(type_, max(opset, first_opset(type_, domain) or 0), domain)
     return None if found is None else _Schema(found)
 
 

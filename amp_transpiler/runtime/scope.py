@@ -162,7 +162,13 @@ class Scope(OfOneProcess):
             old = self._values.get(source)
             dtype = "float32" if source in self.elsewhere else None  # masters and accumulators
             value = literal(value, dtype if old is None else device_tensors.dtype_of(old), f"variable '{name}'")
-        return device_tensors.from_array(value)
+        try:
+            return device_tensors.from_array(value)
+        except ArgumentError:
+            raise ArgumentTypeError(
+                f"variable '{name}' is given {type(value).__name__} of {np.asarray(value).dtype}; expected an array of "
+                "numbers, of one of ONNX's element types"
+            ) from None
 
     # -- master weights -------------------------------------------------------------------------------
     def masters(self, name: str) -> Iterator[str]:

@@ -146,9 +146,14 @@ def test_floats_take_the_declared_type(dtype: Any) -> None:
 def test_one_data_set_serves_calibration_and_training(tmp_path: Path) -> None:
     """Its labels are no input, its images bytes, and its classes stand in a column."""
     image, label = np.arange(6, dtype=np.uint8).reshape(2, 3), np.array([[3.0], [4.0]])
-    np.savez(tmp_path / "a.npz", image=image, label=label, target=np.array(["no", "input"]))
-    found = load_calibration(tmp_path / "a.npz", program())
-    assert same(found, [{"image": image.astype(np.float32), "label": np.array([3, 4])}])
+    others = {"target": np.array(["no", "input"]), "notes": np.array([{"of": "Python"}], object)}
+    np.savez(tmp_path / "a.npz", image=image, label=label, **others)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    npy_folder(folder, [{"image": image, "label": label, **others}])
+    for source in (tmp_path / "a.npz", folder):
+        found = load_calibration(source, program())
+        assert same(found, [{"image": image.astype(np.float32), "label": np.array([3, 4])}])
 
 
 def test_python_numbers_take_the_declared_type() -> None:
@@ -351,9 +356,10 @@ def test_a_file_fills_the_batches_of_a_fixed_batch(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", **whole)
     found = load_calibration(tmp_path / "a.npz", fixed)
     assert same(found, [{name: array[rows] for name, array in whole.items()} for rows in ([0, 1], [2, 3], [4, 0])])
-    for odd in ({"image": whole["image"], "label": whole["label"][:4]}, feeds(rows=1)):
+    numbers = {"image": np.array(1.0), "label": np.array(1)}
+    for odd in ({"image": whole["image"], "label": whole["label"][:4]}, feeds(rows=1), numbers):
         np.savez(tmp_path / "b.npz", **odd)
-        with pytest.raises(FeedError, match="dimension 0 is declared as 2"):
+        with pytest.raises(FeedError, match="dimension 0 is declared as 2|declared with 2 dimensions"):
             load_calibration(tmp_path / "b.npz", fixed)
 
 

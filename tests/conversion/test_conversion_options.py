@@ -18,7 +18,7 @@ from amp_transpiler.conversion import converting
 from amp_transpiler.conversion.calibration import as_given, measure
 from amp_transpiler.conversion.conversion_options import ConversionOptions
 from amp_transpiler.conversion.verdict import Verdict
-from amp_transpiler.errors import ArgumentError, ArgumentTypeError, ListError, ListTypeError
+from amp_transpiler.errors import ArgumentError, ArgumentTypeError, GraphError, ListError, ListTypeError
 from amp_transpiler.ir import onnx_in
 
 TEXT = """<ir_version: 10, opset_import: ["" : 21]>
@@ -240,3 +240,11 @@ def test_a_range_where_no_input_is_a_float() -> None:
     model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]> {text}')
     with pytest.raises(amp.errors.ArgumentError, match="'ids', which is no floating-point input of the model$"):
         amp.convert(model, input_ranges={"ids": (0, 9)})
+
+
+def test_a_model_that_gives_nothing_is_not_converted(model: Path) -> None:
+    empty = onnx.load(model)
+    empty.graph.ClearField("output")
+    onnx.save(empty, model)
+    with pytest.raises(GraphError, match=f"model '{model}' has no outputs"):
+        amp.convert(model)

@@ -116,6 +116,11 @@ def test_folders_with_other_things_in_them_stay(net: Small, scope: amp.Scope, tm
     with pytest.raises(OSError, match="cannot be made"):
         net.main.export_training(tmp_path / "none" / "step", CPU, scope=scope)
     assert (tmp_path / "notes.txt").read_text() == "mine" and len(list(tmp_path.iterdir())) == 2
+    (tmp_path / "notes.txt").unlink()
+    if hasattr(os, "mkfifo"):  # which would be waited for
+        os.mkfifo(tmp_path / "manifest.json")
+        with pytest.raises(ValueError, match="is not empty, and holds no exported step"):
+            net.main.export_training(tmp_path, CPU, scope=scope, overwrite=True)
 
 
 def test_a_failure_leaves_what_was_there(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -108,6 +109,11 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     (changed / "model.onnx").write_bytes((changed / "model.onnx").read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"model.onnx' was changed"):
         amp.write_trained_model(changed, out, trained)
+    if hasattr(os, "mkfifo"):  # which would be waited for
+        (changed / "model.onnx").unlink()
+        os.mkfifo(changed / "model.onnx")
+        with pytest.raises(ValueError, match=r"model.onnx' cannot be read: it is no ordinary file"):
+            amp.write_trained_model(changed, out, trained)
     manifest = json.loads((changed / "manifest.json").read_text(encoding="utf-8"))
     (changed / "manifest.json").write_text(json.dumps(manifest | {"version": 2}), encoding="utf-8")
     with pytest.raises(ValueError, match=r"version 2; expected amp_transpiler.training_step version 1"):

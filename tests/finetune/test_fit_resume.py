@@ -185,6 +185,7 @@ def test_two_trainings_do_not_write_into_one_folder(
         lambda said: said["history"][0].update(test_loss="low"),
         lambda said: said["history"][0].update(epoch="x", loss="y"),
         lambda said: said["identity"].update(data=[1]),
+        lambda said: said["identity"].update(data=[]),
         lambda said: said.update(identity=[1]),
         lambda said: said.update(steps=float("inf")),
     ],

@@ -47,6 +47,13 @@ def test_vectors_that_begin_as_counted_numbers_and_draws_are_told() -> None:
     assert set(amp.prepare_training(named, trainable=["w", "centers"]).trainable) == {"w", "centers"}
 
 
+@pytest.mark.filterwarnings("error")
+def test_numbers_of_which_some_are_infinite_do_not_count() -> None:
+    table = np.array([[0, 1, 2, 3], [0, 1, 2, np.inf], [0, np.inf, np.inf, 3]], np.float32)
+    made = program("net (float[3,4] x) => (float[3,4] y) { y = Add (x, table) }", table=table)
+    assert not_a_weight(made.var("table")) == ""
+
+
 def test_what_the_exporter_calls_a_buffer_is_no_weight_and_what_it_calls_a_parameter_may_be_one_number() -> None:
     """As PyTorch's exporter writes them: kinds at tensors, and by name in the graph's signature, for what it folded."""
     text = """<ir_version: 10, opset_import: ["" : 20]> net (float[4,5] x, int64[4] t) => (float[4,5] y)

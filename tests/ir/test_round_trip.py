@@ -240,6 +240,18 @@ def test_initializers_that_are_inputs():
     assert same(run(changed, {"x": np.ones(2, np.float32)}), [np.array([4, 5], np.float32)])
 
 
+def test_a_constant_in_a_body_of_an_old_format():
+    """A shape that became a constant there, say: no format before 4 has it beside the inputs of its graph."""
+    model = text("""<ir_version: 3, opset_import: ["" : 11]> m (int64 n, bool c, float[2] x) => (float[2] y) {
+        y = Loop (n, c, x) <body = b (int64 i, bool on, float[2] a) => (bool go, float[2] o) {
+            go = Identity(on)  o = Add(a, a) }> }""")
+    program = Program.from_onnx(model)
+    body = program.operators[0].attrs.graphs["body"]
+    body.operators[1].set_input(1, body.add_constant("k", np.ones(2, np.float32)))
+    feed = {"n": np.array(3), "c": np.array(True), "x": np.zeros(2, np.float32)}
+    assert same(run(program.to_onnx(), feed), [np.full(2, 3, np.float32)])
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))], ids=["copy", "pickle"])
 @pytest.mark.parametrize("external", [False, True], ids=["embedded", "external"])
 @pytest.mark.parametrize("started", [False, True])

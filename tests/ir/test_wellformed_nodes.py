@@ -55,6 +55,16 @@ def test_nodes_that_break_their_schema(case: str, tmp_path: Path) -> None:
     refused(model, tmp_path, "'node'", message)
 
 
+def test_an_operator_that_onnxruntime_had_first_has_its_later_form(tmp_path: Path) -> None:
+    """What optimises models wrote layer norms into models of opset 11, and opset 17 took them over."""
+    old = '<ir_version: 7, opset_import: ["" : 11]> g (float[2,3] x, float[3] s) => (float[2,3] y) {{ [node] y = {} }}'
+    refused(
+        onnx.parser.parse_model(old.format("LayerNormalization(x)")), tmp_path, "'node'", "the operator has at least 2"
+    )
+    taken = amp.Program.from_onnx(onnx.parser.parse_model(old.format("LayerNormalization(x, s)")))
+    assert taken.outputs[0].shape == (2, 3)
+
+
 def test_what_is_0_may_be_left_out_as_other_writers_do() -> None:
     model = changed(attribute(name="axis", type=A.INT))
     assert amp.Program.from_onnx(model).operators[0].attrs["axis"] == 0

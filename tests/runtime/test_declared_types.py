@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import amp_transpiler as amp
-from amp_transpiler.errors import PlaceError, PrecisionError
+from amp_transpiler.errors import ArgumentTypeError, PlaceError, PrecisionError
 from amp_transpiler.runtime.missing import cuda_missing
 from tests.helpers.programs import Net, build
 
@@ -139,6 +139,12 @@ def test_python_numbers_and_other_variables() -> None:
 
 
 # -- places ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("value", [None, "x", np.ones(3, np.longdouble), np.zeros(3, "M8[s]")])
+def test_what_is_no_array_of_numbers_is_refused_by_name(value: object) -> None:
+    with pytest.raises(ArgumentTypeError, match="variable 'w' is given"):
+        amp.Scope().set_var("w", value)
+
+
 def test_amp_init_for_a_device_that_is_not_there() -> None:
     if cuda_missing(0) is None:
         pytest.skip("there is a CUDA device")

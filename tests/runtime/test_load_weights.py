@@ -238,6 +238,9 @@ def test_bad_files(net: Small, tmp_path: Path) -> None:
     np.savez(tmp_path / "pickled.npz", **values, x=np.array([{}], object))
     with pytest.raises(CheckpointError, match="pickle"):
         amp.load_weights(tmp_path / "pickled.npz", net.main, scope)
+    np.savez(tmp_path / "wide.npz", **values, x=np.ones(2, np.longdouble))
+    with pytest.raises(CheckpointError, match=r"array 'x' of '.*wide.npz' has element type float128"):
+        amp.load_weights(tmp_path / "wide.npz", net.main, scope, strict=False)
     (tmp_path / "folder.npz").mkdir()
     with pytest.raises(CheckpointError, match="folder.npz"):
         amp.load_weights(tmp_path / "folder.npz", net.main, scope)

@@ -196,7 +196,7 @@ class Runner:
 
     def _typed(self, name: str, value: Any) -> Any:
         """The feed with the type that the program declares: an input may have become 16 bit."""
-        with np.errstate(over="ignore"):
+        with np.errstate(all="ignore"):
             return value.astype(self.declared[name], copy=False) if name in self.declared else value
 
     def _compiled(self, shapes: dict[str, tuple[int, ...]]) -> Step | PlainStep:

@@ -14,7 +14,7 @@ import onnx
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, FeedError, FeedTypeError
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.program import Program
-from amp_transpiler.runtime.arrays import as_declared, as_ranked, read_array, read_arrays
+from amp_transpiler.runtime.arrays import array_names, as_declared, as_ranked, read_array, read_arrays
 from amp_transpiler.runtime.feeds import Feeds, shape_of
 
 _WAYS = (
@@ -49,17 +49,12 @@ def load_calibration(source: Any, program: Program) -> list[dict[str, Any]]:
     if not isinstance(source, Sequence) or isinstance(source, bytes):
         raise ArgumentTypeError(f"calibration takes {_WAYS}; got {type(source).__name__}")
     feeds = Feeds(program, program.outputs)
-    inputs = [name for name, feed in feeds.feeds.items() if not feed.fixed]
     samples: list[tuple[str, Mapping[str, Any]]] = []
     for number, item in enumerate(source, 1):
         if isinstance(item, Mapping):
             samples.append((f"sample {number}", item))
         elif isinstance(item, str | os.PathLike):
-            samples += [
-                (where, part)
-                for where, sample in _read(Path(item), inputs)
-                for part in _parts(feeds, _known(feeds, sample))
-            ]
+            samples += [(where, part) for where, sample in _read(Path(item), feeds) for part in _parts(feeds, sample)]
         else:
             raise ArgumentTypeError(f"calibration takes {_WAYS}; got {type(item).__name__}")
     if not samples:
@@ -68,19 +63,24 @@ def load_calibration(source: Any, program: Program) -> list[dict[str, Any]]:
 
 
 # -- one sample ------------------------------------------------------------------------------------------
-def _known(feeds: Feeds, sample: Sample) -> Sample:
-    """A sample of a file without what no input is called; all of it where an input is missing, for the message."""
-    complete = all(feed.name in sample for feed in feeds.required)
-    return {name: value for name, value in sample.items() if name in feeds.feeds} if complete else sample
+def _inputs(feeds: Feeds) -> list[str]:
+    return [name for name, feed in feeds.feeds.items() if not feed.fixed]
+
+
+def _looked_at(feeds: Feeds, names: Iterable[str]) -> list[str]:
+    """Which arrays of a file are read: those of inputs; all of them where an input is missing, for the message."""
+    found = list(names)
+    complete = all(feed.name in found for feed in feeds.required)
+    return [name for name in found if name in feeds.feeds] if complete else found
 
 
 def _parts(feeds: Feeds, sample: Sample) -> list[Sample]:
     """A sample of a file in batches of the size that every input is fixed to, where all its arrays hold more."""
     inputs = [feed for feed in feeds.feeds.values() if feed.name in sample]
     sizes = {feed.shape[0] if feed.shape else None for feed in inputs}
-    counts = {np.shape(sample[feed.name])[:1] for feed in inputs}
+    counts = {len(array) if np.ndim(array := sample[feed.name]) else 0 for feed in inputs}
     batch = sizes.pop() if len(sizes) == 1 else None
-    (count, *_) = counts.pop() if len(counts) == 1 else (0,)
+    count = counts.pop() if len(counts) == 1 else 0
     if not isinstance(batch, int) or batch < 1 or count <= batch:
         return [sample]
     chosen = [np.arange(start, start + batch) % count for start in range(0, count, batch)]
@@ -126,51 +126,60 @@ def _typed(feeds: Feeds, name: str, value: Any) -> Any:
 
 
 # -- files -------------------------------------------------------------------------------------------------
-def _read(path: Path, inputs: Sequence[str]) -> list[tuple[str, Sample]]:
+def _read(path: Path, feeds: Feeds) -> list[tuple[str, Sample]]:
     if os.path.isdir(path):
-        return _read_folder(path, inputs)
+        return _read_folder(path, feeds)
     if not os.path.exists(path):  # pathlib raises for names that cannot be
         raise ArgumentError(f"calibration: there is no file or folder '{path}'")
     if path.suffix == ".npz":
-        return [(f"'{path}'", _load(path, read_arrays))]
+        return [_archive(path, feeds)]
     alone = f"; give the folder '{path.parent}'" if path.suffix in (".npy", ".pb") else ""
     raise ArgumentError(f"calibration: '{path}' is neither an .npz file nor a folder of .npz, .npy or .pb files{alone}")
 
 
-def _read_folder(folder: Path, inputs: Sequence[str]) -> list[tuple[str, Sample]]:
+def _archive(path: Path, feeds: Feeds) -> tuple[str, Sample]:
+    wanted = _looked_at(feeds, _load(path, array_names))
+    return f"'{path}'", _load(path, lambda file: read_arrays(file, wanted))
+
+
+def _read_folder(folder: Path, feeds: Feeds) -> list[tuple[str, Sample]]:
     found = {kind: paths for kind in ("npz", "npy", "pb") if (paths := _in_order(folder.glob(f"*.{kind}")))}
     if len(found) > 1:
         kinds = " and ".join(f".{kind}" for kind in found)
         raise ArgumentError(f"calibration: folder '{folder}' holds {kinds} files; keep one kind in it")
     if "npz" in found:
-        return [(f"'{path}'", _load(path, read_arrays)) for path in found["npz"]]
+        return [_archive(path, feeds) for path in found["npz"]]
     if "npy" in found:
-        return _arrays(folder, found["npy"], inputs)
+        return _arrays(folder, found["npy"], feeds)
     if "pb" in found:
-        return [(f"folder '{folder}'", _test_data(folder, found["pb"], inputs))]
+        return [(f"folder '{folder}'", _test_data(folder, found["pb"], _inputs(feeds)))]
     sets = _in_order(path for path in folder.glob("test_data_set_*") if path.is_dir())
     if not sets:
         raise ArgumentError(f"calibration: folder '{folder}' holds no .npz, .npy or .pb files")
-    return [sample for path in sets for sample in _read_folder(path, inputs)]
+    return [sample for path in sets for sample in _read_folder(path, feeds)]
 
 
-def _arrays(folder: Path, paths: Iterable[Path], inputs: Sequence[str]) -> list[tuple[str, Sample]]:
+def _arrays(folder: Path, paths: Iterable[Path], feeds: Feeds) -> list[tuple[str, Sample]]:
     """Samples of ``<input>.npy`` or ``<input>_<number>.npy`` files; an input's own name may end in a number."""
-    samples: dict[int | None, Sample] = {}
+    inputs = _inputs(feeds)
+    samples: dict[int | None, dict[str, Path]] = {}
     for path in paths:
         numbered = None if path.stem in inputs else _NUMBERED.fullmatch(path.stem)
         name, number = (numbered[1], int(numbered[2])) if numbered else (path.stem, None)
         sample = samples.setdefault(number, {})
         if name in sample:
             raise ArgumentError(f"calibration: folder '{folder}' holds two arrays numbered {number} for '{name}'")
-        sample[name] = _load(path, read_array)
+        sample[name] = path
     if None in samples and len(samples) > 1:
         raise ArgumentError(
             f"calibration: in folder '{folder}' some arrays are numbered and {_quoted(samples[None])} "
             "not; give each sample its own of every input (<input>_<number>.npy)"
         )
     return [
-        (f"folder '{folder}'" if number is None else f"sample {number} of folder '{folder}'", sample)
+        (
+            f"folder '{folder}'" if number is None else f"sample {number} of folder '{folder}'",
+            {name: _load(sample[name], read_array) for name in _looked_at(feeds, sample)},
+        )
         for number, sample in sorted(samples.items(), key=lambda item: item[0] or 0)
     ]
 

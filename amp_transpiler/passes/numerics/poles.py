@@ -127,5 +127,5 @@ def _becomes(op: Operator, name: str, slot: int, value: float, flow: Flow) -> fl
 
 
 def _rounded(value: float, dtype: str) -> float:
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
         return float(np.float32(value).astype(numpy_dtype(dtype)))

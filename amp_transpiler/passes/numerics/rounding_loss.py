@@ -115,7 +115,8 @@ def relative_error(array: np.ndarray, dtype: str) -> float:
     for start in range(0, flat.size, CHUNK):
         chunk = flat[start : start + CHUNK]
         exact = chunk[np.isfinite(chunk)]
-        deviation = exact.astype(numpy_dtype(dtype)).astype(np.float64) - exact
+        with np.errstate(over="ignore", under="ignore"):
+            deviation = exact.astype(numpy_dtype(dtype)).astype(np.float64) - exact
         error += float((deviation**2).sum())
         total += float((exact.astype(np.float64) ** 2).sum())
     return math.sqrt(error / total) if total else 0.0

@@ -207,7 +207,7 @@ def _merge_copies(program: Graph) -> None:
         whole, dtype = program.var(found[1]), _HALF_OF[found[2]]
         if whole.data is None or whole.dtype != "float32" or whole.shape != variable.shape or variable.is_input:
             continue
-        with np.errstate(over="ignore"):
+        with np.errstate(all="ignore"):
             rounded = np.asarray(as_array(whole.data)).astype(numpy_dtype(dtype)).astype(np.float32)
         if np.array_equal(rounded, as_array(variable.data)) and variable not in program.outputs:
             program.replace_uses(variable, whole)

@@ -143,7 +143,7 @@ def all_converted(
 
 
 def _cast(array: np.ndarray, dtype: str) -> np.ndarray:
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(all="ignore"):
         return array.astype(numpy_dtype(dtype))
 
 

@@ -63,6 +63,8 @@ from amp_transpiler.warn import warn_user
 
 #: In place of the number of a checkpoint that cannot be read; they are the first to be removed.
 _DAMAGED = 0
+#: How deep lists and dicts of the caller's may lie in each other, and the bits of a whole number that Python writes.
+_DEEPEST, _LONGEST = 100, 10_000
 
 
 @dataclass(frozen=True)
@@ -316,6 +318,8 @@ def _remove_older(newest: Path, written: Mapping[Path, int], keep_last: int) -> 
     for folder in older[: max(0, len(older) - keep_last + 1)]:
         try:
             remove_checkpoint(folder)
+        except FileNotFoundError:  # another process that saves here was faster
+            continue
         except OSError as error:
             raise CheckpointWriteError(
                 f"checkpoint '{newest}' is written, but the older '{folder}' cannot be removed: "
@@ -361,17 +365,21 @@ def _check_numbers(step: Any, keep_last: Any, keep_steps: Any) -> None:
         raise ArgumentError("save_checkpoint: keep_last counts the checkpoints of steps; pass step= too")
 
 
-def _plain(value: Any, what: str) -> Any:
-    """``value`` as JSON gives it back; ArgumentTypeError for what JSON does not hold."""
+def _plain(value: Any, what: str, deep: int = 0) -> Any:
+    """``value`` as JSON gives it back; ArgumentTypeError for what JSON does not hold, ArgumentError beyond limits."""
     if isinstance(value, np.generic):
         value = value.item()
+    if deep > _DEEPEST:
+        raise ArgumentError(f"{what[: what.index('[')]} has lists and dicts more than {_DEEPEST} deep in each other")
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
                 raise ArgumentTypeError(f"{what} has the key {key!r}; keys are strings")
-        return {key: _plain(item, f"{what}[{key!r}]") for key, item in value.items()}
+        return {key: _plain(item, f"{what}[{key!r}]", deep + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{what}[{index}]") for index, item in enumerate(value)]
+        return [_plain(item, f"{what}[{index}]", deep + 1) for index, item in enumerate(value)]
+    if isinstance(value, int) and value.bit_length() > _LONGEST:
+        raise ArgumentError(f"{what} is a whole number of {value.bit_length()} bits; expected {_LONGEST} at most")
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError):

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from amp_transpiler.errors import ArgumentError, ArgumentTypeError, CheckpointError, CheckpointNotFoundError
 from amp_transpiler.ir.patterns import matching_names
 from amp_transpiler.ir.tensors import as_array, tensor_type
-from amp_transpiler.ir.types import element_type
+from amp_transpiler.ir.types import ONNX_TYPES, element_type
 from amp_transpiler.option_checks import switch
 from amp_transpiler.program import Program
 from amp_transpiler.runtime.arrays import read_arrays
@@ -132,10 +132,10 @@ def _npz(path: Path) -> list[Stored]:
     except ArgumentError as error:
         raise CheckpointError(str(error)) from None
     for name, array in arrays.items():
-        if array.dtype.kind not in "biufc":
+        if array.dtype.kind not in "biufc" or array.dtype.name not in ONNX_TYPES:
             raise CheckpointError(
                 f"array '{name}' of '{path}' has element type {array.dtype}, which is no "
-                "number (numpy writes bfloat16 so); store float32, or safetensors"
+                "number of ONNX (numpy writes bfloat16 so); store float32, or safetensors"
             )
     return [Stored(n, element_type(a.dtype), a.shape, PARAMETER, _getter(arrays.get, n)) for n, a in arrays.items()]
 

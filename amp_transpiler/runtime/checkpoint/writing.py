@@ -12,8 +12,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -28,6 +28,7 @@ from amp_transpiler.files import Workspace, set_mode, sync_folder
 from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Variable
 from amp_transpiler.ir.types import BYTES
+from amp_transpiler.locks_of_files import lock
 from amp_transpiler.runtime import device_tensors
 
 META, TENSORS = "meta.json", "state.safetensors"
@@ -112,7 +113,8 @@ def write_checkpoint(
             size = (made / TENSORS).stat().st_size
             meta["file"] = {"name": TENSORS, "bytes": size, "sha256": file_hash(made / TENSORS)}
             if (target / META).is_file():
-                _replace(target, made, meta)
+                with _alone_in(target):
+                    _replace(target, made, meta)
             else:
                 _write_meta(made, meta)
                 _move(made, target)
@@ -199,6 +201,19 @@ def _move(made: Path, target: Path) -> None:
     sync_folder(target.parent)
 
 
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """One process or thread at a time replaces a checkpoint: others would remove tensors that nothing names yet."""
+    handle = os.open(folder, os.O_RDONLY) if os.name == "posix" else None
+    try:
+        if handle is not None:
+            lock(handle, wait=True)
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
 def _replace(target: Path, made: Path, meta: dict[str, Any]) -> None:
     """Let the folder of a checkpoint hold a new one."""
     before = [name for name in os.listdir(target) if TENSOR_FILES.fullmatch(name)]
@@ -222,7 +237,10 @@ def _replace(target: Path, made: Path, meta: dict[str, Any]) -> None:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint: it stops being one at once, by losing a name, and then its files go; others stay there."""
+    """Remove a checkpoint: it stops being one at once, by losing a name, and then its files go; others stay there.
+
+    FileNotFoundError where it is not there.
+    """
     found = os.listdir(folder)
     own = [META, *(name for name in found if TENSOR_FILES.fullmatch(name))]
     workspace = Workspace(folder.parent)

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,12 @@ def test_files_of_others_stay_where_a_checkpoint_was(net: Small, scope: amp.Scop
         ({"step": 1, "keep_steps": 3}, ArgumentTypeError, "keep_steps is 3; expected a list of steps"),
         ({"extra": np.zeros(2)}, ArgumentTypeError, r"array\.tolist\(\)"),
         ({"extra": {"a": [object()]}}, ArgumentTypeError, r"extra\['a'\]\[0\] is <object"),
+        (
+            {"extra": reduce(lambda inner, _: [inner], range(5000), 1)},
+            ArgumentError,
+            "extra has lists .* more than 100 deep",
+        ),
+        ({"extra": {"n": -(10**5000)}}, ArgumentError, r"extra\['n'\] is a whole number of 16610 bits"),
         ({"data_position": {1: 2}}, ArgumentTypeError, "data_position has the key 1"),
         ({"program": 3}, ArgumentTypeError, "takes a program as second argument"),
         ({"path": None}, ArgumentTypeError, "path is None; expected the path of a folder"),

@@ -7,13 +7,14 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 
 import amp_transpiler as amp
 from amp_transpiler.errors import CheckpointError, ScopeError
-from amp_transpiler.runtime.checkpoint import reading
+from amp_transpiler.runtime.checkpoint import checkpoints, reading, writing
 from amp_transpiler.runtime.checkpoint.writing import TENSORS
 from tests.helpers.checkpoints import Small, loads, state
 
@@ -99,3 +100,35 @@ def test_a_file_that_is_cut_while_it_is_read(net: Small, scope: amp.Scope, tmp_p
     with pytest.raises(CheckpointError, match="was cut short while it was read"):
         for name in meta["tensors"]:
             file.read(name)
+
+
+def test_two_that_replace_the_same_one(
+    net: Small, scope: amp.Scope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that is ended and the one that takes its place: the tensors of the first, which nothing named yet, went."""
+    pytest.importorskip("fcntl")
+    amp.save_checkpoint(tmp_path, net.main, scope)
+    net.train(scope, 2, 3)
+    other = Thread(target=amp.save_checkpoint, args=(tmp_path, net.main, scope))
+    sync = writing.sync_folder
+
+    def slow(folder: Path) -> None:
+        sync(folder)
+        if folder == tmp_path and other.ident is None:  # the tensors have their name, and nothing names them
+            other.start()
+            other.join(1.0)
+
+    monkeypatch.setattr(writing, "sync_folder", slow)
+    amp.save_checkpoint(tmp_path, net.main, scope)
+    other.join()
+    assert loads(net, tmp_path) == state(net.main, scope)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_an_older_one_that_another_removed(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
+    for step in (1, 2):
+        amp.save_checkpoint(tmp_path, net.main, scope, step=step)
+    found = checkpoints._written(writing.step_folders(tmp_path))
+    writing.remove_checkpoint(tmp_path / "step_00000001")
+    checkpoints._remove_older(tmp_path / "step_00000002", found, 1)
+    assert loads(net, tmp_path) == state(net.main, scope)
