@@ -8,15 +8,13 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 
-def lock(handle: int, wait: bool = False) -> bool:
-    """Lock an open file or folder until it is closed; False where the system cannot.
-
-    BlockingIOError where another has the lock; with ``wait`` it is waited for.
-    """
+def lock(handle: int) -> bool:
+    """Lock an open file or folder until it is closed; False where the system cannot. BlockingIOError where another has
+    the lock."""
     if fcntl is None:
         return False
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
     except OSError:

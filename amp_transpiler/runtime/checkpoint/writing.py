@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from amp_transpiler.ir.types import BYTES
 from amp_transpiler.locks_of_files import lock
 from amp_transpiler.runtime import device_tensors
 
+#: Seconds for which another that replaces the same checkpoint is waited for.
+_PATIENCE = 60.0
 META, TENSORS = "meta.json", "state.safetensors"
 FORMAT, VERSION = "amp_transpiler.checkpoint", 1
 _STEP = re.compile(r"step_([0-9]{8,})")
@@ -203,11 +206,24 @@ def _move(made: Path, target: Path) -> None:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """One process or thread at a time replaces a checkpoint: others would remove tensors that nothing names yet."""
+    """One process or thread at a time replaces a checkpoint: others would remove tensors that nothing names yet.
+
+    CheckpointWriteError where another has it for a minute, as a training has its own folder.
+    """
     handle = os.open(folder, os.O_RDONLY) if os.name == "posix" else None
+    until = time.monotonic() + _PATIENCE
     try:
-        if handle is not None:
-            lock(handle, wait=True)
+        while handle is not None:
+            try:
+                lock(handle)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise CheckpointWriteError(
+                        f"checkpoint '{folder}' cannot be replaced: another process or training writes there; wait for "
+                        "it, or give another folder"
+                    ) from None
+                time.sleep(0.01)
         yield
     finally:
         if handle is not None:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 import amp_transpiler as amp
-from amp_transpiler.errors import CheckpointError, ScopeError
+from amp_transpiler.errors import CheckpointError, CheckpointWriteError, ScopeError
+from amp_transpiler.finetune.claims import Claims
 from amp_transpiler.runtime.checkpoint import checkpoints, reading, writing
 from amp_transpiler.runtime.checkpoint.writing import TENSORS
 from tests.helpers.checkpoints import Small, loads, state
@@ -123,6 +124,21 @@ def test_two_that_replace_the_same_one(
     other.join()
     assert loads(net, tmp_path) == state(net.main, scope)
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_one_that_another_keeps_is_waited_for_no_longer_than_a_minute(
+    net: Small, scope: amp.Scope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("fcntl")
+    amp.save_checkpoint(tmp_path, net.main, scope)
+    before = loads(net, tmp_path)
+    monkeypatch.setattr(writing, "_PATIENCE", 0.1)
+    net.train(scope, 2, 3)
+    with Claims() as claims:
+        claims.take(tmp_path, "checkpoint", CheckpointError)
+        with pytest.raises(CheckpointWriteError, match="cannot be replaced: another process or training writes there"):
+            amp.save_checkpoint(tmp_path, net.main, scope)
+    assert loads(net, tmp_path) == before and len(list(tmp_path.iterdir())) == 2
 
 
 def test_an_older_one_that_another_removed(net: Small, scope: amp.Scope, tmp_path: Path) -> None:
