@@ -18,14 +18,12 @@ from amp_transpiler.ir.nodes import Operator, Types
 from amp_transpiler.ir.opdef import gradient, lowering_rule, range_rule, traits
 from amp_transpiler.lists import keep_fp32
 from amp_transpiler.ops.common import LONG, shape_of, size_of, summed_to
-from amp_transpiler.ops.gpu_kernels import along_even_rows, along_rows, column_product, product
+from amp_transpiler.ops.gpu_kernels import MOST_PRODUCTS, along_even_rows, along_rows, column_product, product
 from amp_transpiler.ops.norm import normalised_range
 from amp_transpiler.ops.norm_parts import correlation, epsilon_of, made_ones, mixes_types
 
 #: Beside the variance of a gradient, of which nothing is known: small enough for the smallest numbers of fp16.
 _LEAST = 1e-20
-#: So many products at once: a grid of CUDA has no more blocks along its third axis.
-_MOST_PRODUCTS = 2**16 - 1
 
 
 def _normalised(e: Emitter, rows: Value, epsilon: float) -> tuple[Value, Value, Value]:
@@ -165,7 +163,7 @@ def instance_normalization_gradient(e: Emitter, op: Operator, x: Value, scale: V
 def _minus_correlation(e: Emitter, normal: Value, x_normal: Value) -> Value:
     """Minus the mean of the products of two standardised rows, in their type, which holds it. A product for each row is
     slow on CPU (ten times, measured), and too many at once for a GPU."""
-    if e.at.fused and size_of(normal)[0] <= _MOST_PRODUCTS:
+    if e.at.fused and size_of(normal)[0] <= MOST_PRODUCTS:
         return correlation(e, normal, x_normal)
     products = e.Mul(normal, x_normal) if e.at.fused else e.Mul(e.f32(normal), e.f32(x_normal))
     return e.cast(e.Neg(e.ReduceMean(products, e.ints(1), keepdims=1)), normal.dtype)

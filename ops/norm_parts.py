@@ -51,11 +51,6 @@ def inverse_root(e: Emitter, op: Operator, variance: Value) -> Value:
     return e.Reciprocal(e.Sqrt(e.Add(variance, e.like(epsilon_of(op), variance))))
 
 
-def rank_of(value: Value) -> int:
-    """The number of dimensions."""
-    return len(size_of(value))
-
-
 def per_channel(e: Emitter, value: Value, rank: int) -> Value:
     """A vector over channels, broadcastable to [N, C, ...]."""
     return e.reshape(value, (1, size_of(value)[0], *[1] * (rank - 2)))
@@ -127,7 +122,7 @@ def affine(e: Emitter, x: Value, slope: Value, bias: Value, mean: Value) -> Valu
     """The same, with vectors in the type of X, as the kernel wants them."""
     slope, bias, mean = (state_as(e, v, x.dtype) for v in (slope, bias, mean))
     if x.dtype == "bfloat16":  # CUDA has no kernel of BatchNormalization
-        slope, bias, mean = (per_channel(e, v, rank_of(x)) for v in (slope, bias, mean))
+        slope, bias, mean = (per_channel(e, v, len(size_of(x))) for v in (slope, bias, mean))
         return e.Add(e.Mul(e.Sub(x, mean), slope), bias)
     one = e.const(np.ones(size_of(slope)), x.dtype)
     return e.BatchNormalization(x, slope, bias, mean, one, epsilon=0.0, shape=x.shape)

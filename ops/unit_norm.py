@@ -25,7 +25,7 @@ from amp_transpiler.lists import keep_fp32
 from amp_transpiler.ops.common import Grads, size_of, summed_to
 from amp_transpiler.ops.gpu_kernels import along_rows, column_product, product
 from amp_transpiler.ops.norm import normalised_range
-from amp_transpiler.ops.norm_parts import epsilon_of
+from amp_transpiler.ops.norm_parts import epsilon_of, mixes_types
 from amp_transpiler.ops.place_bodies import Asked, body
 
 
@@ -138,7 +138,7 @@ def _rms_types(op: Operator) -> Types:
 
 
 def _needs_rule(op: Operator) -> bool:
-    return op.output(1) is not None or len({v.dtype for v in op.inputs if v is not None}) > 1
+    return op.output(1) is not None or mixes_types(op)
 
 
 @lowering_rule("SimplifiedLayerNormalization", native=True, when=_needs_rule, infer=_rms_types)
