@@ -18,7 +18,14 @@ from amp_transpiler.ir.nodes import Operator, Types
 from amp_transpiler.ir.opdef import gradient, lowering_rule, range_rule, traits
 from amp_transpiler.lists import keep_fp32
 from amp_transpiler.ops.common import LONG, shape_of, size_of, summed_to
-from amp_transpiler.ops.gpu_kernels import MOST_PRODUCTS, along_even_rows, along_rows, column_product, product
+from amp_transpiler.ops.gpu_kernels import (
+    MOST_PRODUCTS,
+    along_even_rows,
+    along_rows,
+    column_product,
+    product,
+    sums_of_rows,
+)
 from amp_transpiler.ops.norm import normalised_range
 from amp_transpiler.ops.norm_parts import correlation, epsilon_of, made_ones, mixes_types
 
@@ -105,16 +112,21 @@ def layer_normalization_gradient(e: Emitter, op: Operator, x: Value, scale: Valu
     width = prod(inner)
     matrix = (prod(shape) // max(width, 1), width)
     scale_shape, scale = size_of(scale), e.cast(scale, x.dtype)
-    if scale_shape != inner:
-        scale = e.Expand(scale, e.ints(*inner), shape=inner)
+    wide = shape if set(scale_shape[: -len(inner)]) - {1} else inner  # rows may have scales of their own
+    scale = e.reshape(scale, scale_shape[-len(wide) :])
+    if size_of(scale) != wide:
+        scale = e.Expand(scale, e.ints(*wide), shape=wide)
     dx = d_scale = None
     if e.wants(0) or e.wants(1):
         normal, _, r = _normalised(e, e.reshape(x, matrix), epsilon_of(op))
         rows = e.reshape(dy, matrix)
         weighed = e.Mul(rows, normal)
     if e.wants(0):
-        along = product(e, weighed, e.reshape(scale, (width, 1)), alpha=-1 / width)
-        dx = e.reshape(_through_statistics(e, e.Mul(rows, e.reshape(scale, (width,))), normal, r, along), shape)
+        if wide is inner:
+            along, factor = product(e, weighed, e.reshape(scale, (width, 1)), alpha=-1 / width), (width,)
+        else:
+            along, factor = sums_of_rows(e, e.Mul(weighed, e.reshape(scale, matrix)), -1 / width), matrix
+        dx = e.reshape(_through_statistics(e, e.Mul(rows, e.reshape(scale, factor)), normal, r, along), shape)
     if e.wants(1):
         d_scale = summed_to(e, e.reshape(weighed, shape), scale_shape, shape)
     return [dx, d_scale, summed_to(e, dy, shape_of(e, 2), shape) if e.wants(2) else None]

@@ -136,7 +136,12 @@ def _by_rows(
     return [y, new_mean, new_var]
 
 
-@gradient("BatchNormalization", "x0 x1 x3 x4 dy0", native=True)
+def _of_one_axis(op: Operator) -> str:
+    x = op.input(0)
+    return "its input has one axis; reshape it to [N, 1]" if x is not None and len(x.shape or (0, 0)) == 1 else ""
+
+
+@gradient("BatchNormalization", "x0 x1 x3 x4 dy0", native=True, refuse=_of_one_axis)
 def batch_normalization_gradient(
     e: Emitter, op: Operator, x: Value, scale: Value, mean: Value, var: Value, dy: Value
 ) -> Sequence[Any]:

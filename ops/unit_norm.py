@@ -16,6 +16,7 @@ import numpy as np
 from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.decompose import Parts, decomposition
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.intervals import Interval, Ranges
 from amp_transpiler.ir.nodes import Operator, Types, Variable
 from amp_transpiler.ir.opdef import gradient, lowering_rule, range_rule, traits
@@ -153,7 +154,15 @@ def simplified_layer_normalization_rule(e: Emitter, op: Operator, x: Value, scal
     return _kernel(e, x, scale, axis, epsilon, outputs)
 
 
-@gradient("SimplifiedLayerNormalization", "x0 x1 dy0", inputs=(0, 1), native=True)
+def _scaled_otherwise(op: Operator) -> str:
+    """Why an operator is taken apart to be trained; "" where its scale has a number for each of those in a row."""
+    x, scale = (None if v is None else static(v.shape) for v in op.inputs[:2])
+    axis = int(op.attrs.get("axis", -1))
+    odd = x is not None and scale is not None and prod(scale) != prod(x[axis:])
+    return "its scale is not of the axes that it normalises over" if odd else ""
+
+
+@gradient("SimplifiedLayerNormalization", "x0 x1 dy0", inputs=(0, 1), native=True, refuse=_scaled_otherwise)
 def simplified_layer_normalization_gradient(e: Emitter, op: Operator, x: Value, scale: Value, dy: Value) -> Grads:
     """With r = 1 / sqrt(mean(x²) + epsilon) and n = x r: dscale = sum(dy n), dx = r (d - n mean(d n)), d = dy scale."""
     shape, axis = size_of(x), int(op.attrs.get("axis", -1))
