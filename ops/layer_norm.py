@@ -36,7 +36,7 @@ _LEAST = 1e-20
 def _normalised(e: Emitter, rows: Value, epsilon: float) -> tuple[Value, Value, Value]:
     """(x - mean) r for each row of a matrix, in its type, the mean and r = 1 / sqrt(variance + epsilon), which are
     [rows, 1] in fp32."""
-    if not e.at.runs:  # the evaluator computes this operator in fp32
+    if not e.at.runs or rows.dtype == "float64":  # the evaluator computes this operator in fp32, kernels its statistics
         mean = e.ReduceMean(rows, e.ints(1), keepdims=1)
         deviation = e.op("Sub", rows, mean, shape=rows.shape)
         variance = e.ReduceMean(e.Mul(deviation, deviation), e.ints(1), keepdims=1)

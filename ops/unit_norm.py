@@ -184,7 +184,7 @@ def _gives_roots(e: Emitter) -> bool:
 def _over_root(e: Emitter, rows: Value, epsilon: float) -> tuple[Value, Value]:
     """Each row of a matrix over the root of its mean square, in its type, and the inverse of the root, fp32."""
     shape = size_of(rows)
-    if not _gives_roots(e):
+    if not _gives_roots(e) or rows.dtype == "float64":
         wide = e.f32(rows)
         mean = e.ReduceMean(e.Mul(wide, wide), e.ints(1), keepdims=1)
         r = e.Reciprocal(e.Sqrt(e.Add(mean, e.like(epsilon, mean))))

@@ -113,6 +113,27 @@ def test_a_root_mean_square_with_a_scale_of_other_axes_is_taken_apart(scale: str
     assert_slope(programs[0], x.astype(np.float32), slope(programs[1], x.astype(np.float32)))
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "LayerNormalization(x, s, b)",
+        "SimplifiedLayerNormalization(x, s)",
+        "GroupNormalization<num_groups = 2>(x, s, b)",
+    ],
+)
+def test_norms_of_float64_have_gradients_in_float64(body: str) -> None:
+    found = {}
+    for kind, dtype in {"float": np.float32, "double": np.float64}.items():
+        given = f"{kind}[4] s = {{1, 2, 3, 4}}, {kind}[4] b = {{0, 1, 0, 1}}"
+        text = f'<ir_version: 8, opset_import: ["" : 21]> g ({kind}[2,4,4] x) => ({kind}[2,4,4] y) <{given}> {{ y = {body} }}'
+        program = amp.Program.from_onnx(onnx.parser.parse_model(text))
+        become_constants(program)
+        found[kind] = slope(program, normal(0, (2, 4, 4))[0].astype(dtype))
+    for narrow, wide in zip(found["float"], found["double"], strict=True):
+        assert wide.dtype == np.float64
+        np.testing.assert_allclose(narrow, wide, rtol=1e-5, atol=1e-5)
+
+
 def test_a_batch_normalization_of_one_axis_is_refused_by_name() -> None:
     text = """<ir_version: 8, opset_import: ["" : 17]> g (float[6] x) => (float[6] y)
         <float[1] s = {2}, float[1] b = {0}, float[1] m = {0}, float[1] v = {1}> { y = BatchNormalization(x, s, b, m, v) }"""
