@@ -27,7 +27,7 @@ from amp_transpiler.ops.gpu_kernels import (
     sums_of_rows,
 )
 from amp_transpiler.ops.norm import normalised_range
-from amp_transpiler.ops.norm_parts import correlation, epsilon_of, made_ones, mixes_types
+from amp_transpiler.ops.norm_parts import correlation, epsilon_of, made_ones, mixes_types, one_behind, unit_rows
 
 #: Beside the variance of a gradient, of which nothing is known: small enough for the smallest numbers of fp16.
 _LEAST = 1e-20
@@ -44,12 +44,7 @@ def _normalised(e: Emitter, rows: Value, epsilon: float) -> tuple[Value, Value, 
         return e.op("Mul", deviation, r, shape=rows.shape), mean, r
     width = size_of(rows)[1]
     ones = e.const(np.ones(width), rows.dtype) if width <= LONG else made_ones(e, width, rows.dtype)
-    normal, *vectors = e.op(
-        "LayerNormalization", rows, ones, outputs=3, epsilon=epsilon, dtype=(rows.dtype, "float32", "float32")
-    )
-    shape = size_of(rows)
-    mean, r = (Value(v.name, v.dtype, (shape[0], 1)) for v in vectors)
-    return Value(normal.name, normal.dtype, shape), mean, r
+    return unit_rows(e, rows, ones, epsilon)
 
 
 def _through_statistics(e: Emitter, d_normal: Value, normal: Value, r: Value, along: Value) -> Value:
@@ -74,10 +69,7 @@ def _layer_types(op: Operator) -> Types:
     """Y is like X; mean and inverse deviation are fp32, of size 1 along the normalised axes."""
     data = op.inputs[0]
     assert data is not None
-    shape = data.shape
-    if shape is not None:
-        axis = int(op.attrs.get("axis", -1)) % len(shape)
-        shape = (*shape[:axis], *[1] * (len(shape) - axis))
+    shape = data.shape and one_behind(data.shape, int(op.attrs.get("axis", -1)))
     return [(data.dtype, data.shape), ("float32", shape), ("float32", shape)]
 
 

@@ -26,7 +26,7 @@ from amp_transpiler.lists import keep_fp32
 from amp_transpiler.ops.common import Grads, size_of, summed_to
 from amp_transpiler.ops.gpu_kernels import along_rows, column_product, product
 from amp_transpiler.ops.norm import normalised_range
-from amp_transpiler.ops.norm_parts import epsilon_of, mixes_types
+from amp_transpiler.ops.norm_parts import epsilon_of, mixes_types, one_behind
 from amp_transpiler.ops.place_bodies import Asked, body
 
 
@@ -135,7 +135,7 @@ def _rms_types(op: Operator) -> Types:
     data = op.inputs[0]
     assert data is not None
     shape, axis = data.shape, int(op.attrs.get("axis", -1))
-    return [(data.dtype, shape), ("float32", shape and (*shape[:axis], *(1 for _ in shape[axis:])))]
+    return [(data.dtype, shape), ("float32", shape and one_behind(shape, axis))]
 
 
 def _needs_rule(op: Operator) -> bool:
@@ -147,7 +147,7 @@ def simplified_layer_normalization_rule(e: Emitter, op: Operator, x: Value, scal
     """The operator itself, with a scale of the type of X."""
     outputs = max(i + 1 for i, v in enumerate(op.outputs) if v is not None)
     shape, axis, epsilon = size_of(x), int(op.attrs.get("axis", -1)), epsilon_of(op)
-    rows, scale = (*shape[:axis], *(1 for _ in shape[axis:])), e.cast(scale, x.dtype)
+    rows, scale = one_behind(shape, axis), e.cast(scale, x.dtype)
     if outputs > 1 and not _gives_roots(e):
         normal, r = _over_root(e, e.reshape(x, (prod(rows), prod(shape[axis:]))), epsilon)
         return [e.Mul(e.reshape(normal, shape), scale, shape=shape), e.reshape(r, rows)]
@@ -198,7 +198,7 @@ def _kernel(e: Emitter, x: Value, scale: Value, axis: int, epsilon: float, outpu
     shape, kinds = size_of(x), (x.dtype, "float32")[:outputs]
     attrs: dict[str, Any] = {"axis": axis, "epsilon": epsilon, "shape": shape}
     normal, *roots = e.op("SimplifiedLayerNormalization", x, scale, outputs=outputs, dtype=kinds, **attrs)
-    roots = [Value(r.name, r.dtype, (*shape[:axis], *(1 for _ in shape[axis:]))) for r in roots]
+    roots = [Value(r.name, r.dtype, one_behind(shape, axis)) for r in roots]
     e.foreign += roots
     return [normal, *roots]
 
