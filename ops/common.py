@@ -19,6 +19,8 @@ _Item = TypeVar("_Item")
 
 #: Longer constants are made at run time.
 LONG = 1 << 16
+#: So many products at once: a grid of CUDA has no more blocks along its third axis.
+MOST_PRODUCTS = 2**16 - 1
 #: What a gradient rule returns: one value per forward input, None where there is no gradient.
 Grads = Sequence[Value | None]
 #: An input that may be left out of what a decomposition writes.

@@ -23,8 +23,6 @@ from amp_transpiler.ops.common import exchanged, multiple, number_of, once, size
 Function = Callable[[Emitter, Value], Value]
 #: Numbers of 16 bit that tensor cores take at once.
 AT_ONCE = 8
-#: So many products at once: a grid of CUDA has no more blocks along its third axis.
-MOST_PRODUCTS = 2**16 - 1
 
 
 def product(

@@ -12,8 +12,8 @@ import numpy as np
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.channel_rows import by_channel, exchanged, is_by_channel, lies_in_rows
-from amp_transpiler.ops.common import LONG, once, padded, padded_axis, size_of, sliced, summed_to
-from amp_transpiler.ops.gpu_kernels import MOST_PRODUCTS, of_some, product, product_of_rows
+from amp_transpiler.ops.common import LONG, MOST_PRODUCTS, once, padded, padded_axis, size_of, sliced, summed_to
+from amp_transpiler.ops.gpu_kernels import of_some, product, product_of_rows
 from amp_transpiler.ops.window import Window
 
 _Ints: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]

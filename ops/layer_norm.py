@@ -17,15 +17,8 @@ from amp_transpiler.ir.intervals import Interval, Ranges
 from amp_transpiler.ir.nodes import Operator, Types
 from amp_transpiler.ir.opdef import gradient, lowering_rule, range_rule, traits
 from amp_transpiler.lists import keep_fp32
-from amp_transpiler.ops.common import LONG, shape_of, size_of, summed_to
-from amp_transpiler.ops.gpu_kernels import (
-    MOST_PRODUCTS,
-    along_even_rows,
-    along_rows,
-    column_product,
-    product,
-    sums_of_rows,
-)
+from amp_transpiler.ops.common import LONG, MOST_PRODUCTS, shape_of, size_of, summed_to
+from amp_transpiler.ops.gpu_kernels import along_even_rows, along_rows, column_product, product, sums_of_rows
 from amp_transpiler.ops.norm import normalised_range
 from amp_transpiler.ops.norm_parts import correlation, epsilon_of, made_ones, mixes_types, one_behind, unit_rows
 
@@ -115,10 +108,11 @@ def layer_normalization_gradient(e: Emitter, op: Operator, x: Value, scale: Valu
         weighed = e.Mul(rows, normal)
     if e.wants(0):
         if wide is inner:
-            along, factor = product(e, weighed, e.reshape(scale, (width, 1)), alpha=-1 / width), (width,)
+            along = product(e, weighed, e.reshape(scale, (width, 1)), alpha=-1 / width)
         else:
-            along, factor = sums_of_rows(e, e.Mul(weighed, e.reshape(scale, matrix)), -1 / width), matrix
-        dx = e.reshape(_through_statistics(e, e.Mul(rows, e.reshape(scale, factor)), normal, r, along), shape)
+            along = sums_of_rows(e, e.Mul(weighed, e.reshape(scale, matrix)), -1 / width)
+        factor = e.reshape(scale, (width,) if wide is inner else matrix)
+        dx = e.reshape(_through_statistics(e, e.Mul(rows, factor), normal, r, along), shape)
     if e.wants(1):
         d_scale = summed_to(e, e.reshape(weighed, shape), scale_shape, shape)
     return [dx, d_scale, summed_to(e, dy, shape_of(e, 2), shape) if e.wants(2) else None]
