@@ -22,7 +22,6 @@ from amp_transpiler.ops.norm_parts import (
     epsilon_of,
     inverse_root,
     per_channel,
-    rank_of,
     shifted,
     standardised,
     statistics,
@@ -56,7 +55,8 @@ def gradient_over_ranks(e: Emitter, op: Operator, x: Value, scale: Value, dy: Va
     if e.at.fused:
         return _gradient_by_rows(e, op, x, factor, dy, (mean, r, count))
     x, dy = e.f32(x), e.f32(dy)
-    axes, rank = [0, *range(2, rank_of(x))], rank_of(x)
+    rank = len(size_of(x))
+    axes = [0, *range(2, rank)]
     normal = e.Mul(e.Sub(x, per_channel(e, mean, rank)), per_channel(e, r, rank))
     sums = (e.reduce_sum(v, axes) for v in (e.Mul(dy, normal), dy))
     d_scale, d_bias = (e.reshape(v, size_of(mean)) for v in sums)
@@ -101,7 +101,7 @@ def _statistics_of_all(e: Emitter, op: Operator, x: Value) -> tuple[Value, Value
             one = e.like(1, r)
             var = e.Sub(e.Div(e.Div(one, r), r), e.like(epsilon_of(op), r))
         else:
-            both = statistics(e, e.f32(x), [0, *range(2, rank_of(x))])[::2]
+            both = statistics(e, e.f32(x), [0, *range(2, len(size_of(x)))])[::2]
             mean, var = (e.reshape(v, (channels,)) for v in both)
         own = e.const(np.full(1, prod(size_of(x)) // channels), "float64")
         wide, spread = (e.cast(v, "float64") for v in (mean, var))

@@ -12,13 +12,15 @@ import numpy as np
 from amp_transpiler.errors import GradientError
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator, Variable
-from amp_transpiler.ir.opdef import gradient
+from amp_transpiler.ir.opdef import gradient, traits_of
 from amp_transpiler.ir.types import HALF
 
 _Item = TypeVar("_Item")
 
 #: Longer constants are made at run time.
 LONG = 1 << 16
+#: So many products at once: a grid of CUDA has no more blocks along its third axis.
+MOST_PRODUCTS = 2**16 - 1
 #: What a gradient rule returns: one value per forward input, None where there is no gradient.
 Grads = Sequence[Value | None]
 #: An input that may be left out of what a decomposition writes.
@@ -150,6 +152,15 @@ def reshaped(e: Emitter, value: Value, shape: Sequence[int]) -> Value:
     if found is not None:
         e.shared[_multiple(new)] = (e.reshape(found[0], shape), found[1])
     return new
+
+
+def unviewed(e: Emitter, value: Value) -> Value:
+    """The tensor that a value is, perhaps in another shape."""
+    maker = e.makers.get(value.name)
+    while maker is not None and traits_of(maker.type).view and maker.inputs[0] is not None:
+        value = maker.inputs[0]
+        maker = e.makers.get(value.name)
+    return value
 
 
 def comparable(e: Emitter, value: Value) -> Value:

@@ -20,7 +20,7 @@ from amp_transpiler.ops.channel_rows import by_channel, by_image, exchanged, lie
 from amp_transpiler.ops.common import shape_of, size_of
 from amp_transpiler.ops.gpu_kernels import AT_ONCE, product
 from amp_transpiler.ops.kernel_gradient import is_product, rows_read, weight_gradient
-from amp_transpiler.ops.window import Window, window_by, window_of
+from amp_transpiler.ops.window import Window, window_by
 
 #: Fewer positions than this and Conv splits its sums differently from ConvTranspose, and is no faster.
 _CONV_POSITIONS = 128
@@ -32,7 +32,7 @@ _LONGEST_LINE = 256
 def conv(e: Emitter, op: Operator, x: Value, w: Value, dy: Value) -> Sequence[Any]:
     """dX is the transposed convolution of dY, dW the correlation of X with dY, dB the sum of dY."""
     group = int(op.attrs.get("group", 1))
-    window = window_of(op, size_of(w)[2:], size_of(x)[2:], size_of(dy)[2:])
+    window = window_by(op.attrs, size_of(w)[2:], size_of(x)[2:], size_of(dy)[2:])
     dx, dw = None, weight_gradient(e, x, dy, window, group) if e.wants(1) else None
     if e.wants(0):
         dx = _by_product(e, x, w, dy, window, group)
@@ -46,7 +46,7 @@ def conv(e: Emitter, op: Operator, x: Value, w: Value, dy: Value) -> Sequence[An
 def conv_by_channel(e: Emitter, op: Operator, x: Value, w: Value, b: Value | None = None) -> Sequence[Any]:
     """With a kernel of one position: the product of weights and rows."""
     shape = shape_of(e, 0)
-    window = window_of(op, size_of(w)[2:], size_of(x)[2:], shape[2:])
+    window = window_by(op.attrs, size_of(w)[2:], size_of(x)[2:], shape[2:])
     if int(op.attrs.get("group", 1)) != 1 or not is_product(window):
         return []
     weights = e.reshape(w, size_of(w)[:2])

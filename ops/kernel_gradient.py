@@ -12,7 +12,7 @@ import numpy as np
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.channel_rows import by_channel, exchanged, is_by_channel, lies_in_rows
-from amp_transpiler.ops.common import LONG, once, padded, padded_axis, size_of, summed_to
+from amp_transpiler.ops.common import LONG, MOST_PRODUCTS, once, padded, padded_axis, size_of, sliced, summed_to
 from amp_transpiler.ops.gpu_kernels import of_some, product, product_of_rows
 from amp_transpiler.ops.window import Window
 
@@ -26,8 +26,6 @@ _FEW_CHANNELS = 16
 _MOST_UNFOLDED = 2**24
 #: On a GPU, elements that are gathered at once (256 MiB in 16 bit).
 _MOST_GATHERED = 2**27
-#: So many products at once: a grid of CUDA has no more blocks along its third axis.
-_MOST_PRODUCTS = 2**16 - 1
 #: So many elements are worth three kernels more; a GPU gathers 240 a nanosecond (measured).
 _WORTH_KERNELS = 2**22
 #: The largest kernel that cuDNN's fast kernels take (measured: 28 positions along an axis, and not 56).
@@ -186,14 +184,14 @@ def by_axis(e: Emitter, x: Value, dy: Value, window: Window, group: int) -> Valu
     moved = e.reshape(moved, (batch * group, outputs * lines * (wide + reach)))
 
     def of(start: int, end: int) -> Value:
-        x = e.reshape(_rows(e, read, start, end), ((end - start) * inputs, prod(sizes), wide))
-        dy = e.reshape(_rows(e, moved, start, end), ((end - start) * outputs, lines * (wide + reach)))
+        x = e.reshape(sliced(e, read, 0, start, end), ((end - start) * inputs, prod(sizes), wide))
+        dy = e.reshape(sliced(e, moved, 0, start, end), ((end - start) * outputs, lines * (wide + reach)))
         right = e.Gather(x, above, axis=1, shape=((end - start) * inputs, taps, lines, wide))
         left = e.Gather(dy, along, axis=1, shape=((end - start) * outputs, last, lines * wide))
         left = e.reshape(left, (end - start, outputs * last, lines * wide))
         return product_of_rows(e, left, e.reshape(right, (end - start, inputs * taps, lines * wide)))
 
-    most = min(max(1, _MOST_GATHERED // ((inputs * taps + outputs * last) * lines * wide)), _MOST_PRODUCTS)
+    most = min(max(1, _MOST_GATHERED // ((inputs * taps + outputs * last) * lines * wide)), MOST_PRODUCTS)
     parts = [of(start, min(start + most, batch * group)) for start in range(0, batch * group, most)]
     whole, made = parts[0] if len(parts) == 1 else e.Concat(*parts, axis=0), (group * outputs, last, inputs, taps)
     dw = summed_to(e, e.reshape(whole, (batch, *made)), made, (batch, *made))
@@ -210,13 +208,6 @@ def by_axis_of_all(e: Emitter, x: Value, dy: Value, window: Window, group: int) 
     x = e.reshape(exchanged(e, x), (1, channels, *whole.source))
     dy = e.reshape(exchanged(e, dy), (1, outputs, *whole.target))
     return e.reshape(by_axis(e, x, dy, whole, group), (outputs, channels, *window.kernel))
-
-
-def _rows(e: Emitter, matrix: Value, start: int, end: int) -> Value:
-    """Some rows of a matrix; of all of them the matrix itself."""
-    if (start, end) == (0, size_of(matrix)[0]):
-        return matrix
-    return e.Slice(matrix, e.ints(start), e.ints(end), e.ints(0), shape=(end - start, size_of(matrix)[1]))
 
 
 def _leading(window: Window) -> Window:

@@ -17,21 +17,19 @@ from amp_transpiler.ir.intervals import Interval, Ranges
 from amp_transpiler.ir.nodes import Operator, Types
 from amp_transpiler.ir.opdef import gradient, lowering_rule, range_rule, traits
 from amp_transpiler.lists import keep_fp32
-from amp_transpiler.ops.common import LONG, shape_of, size_of, summed_to
-from amp_transpiler.ops.gpu_kernels import along_even_rows, along_rows, column_product, product
+from amp_transpiler.ops.common import LONG, MOST_PRODUCTS, shape_of, size_of, summed_to
+from amp_transpiler.ops.gpu_kernels import along_even_rows, along_rows, column_product, product, sums_of_rows
 from amp_transpiler.ops.norm import normalised_range
-from amp_transpiler.ops.norm_parts import correlation, epsilon_of, made_ones, mixes_types
+from amp_transpiler.ops.norm_parts import correlation, epsilon_of, made_ones, mixes_types, one_behind, unit_rows
 
 #: Beside the variance of a gradient, of which nothing is known: small enough for the smallest numbers of fp16.
 _LEAST = 1e-20
-#: So many products at once: a grid of CUDA has no more blocks along its third axis.
-_MOST_PRODUCTS = 2**16 - 1
 
 
 def _normalised(e: Emitter, rows: Value, epsilon: float) -> tuple[Value, Value, Value]:
     """(x - mean) r for each row of a matrix, in its type, the mean and r = 1 / sqrt(variance + epsilon), which are
     [rows, 1] in fp32."""
-    if not e.at.runs:  # the evaluator computes this operator in fp32
+    if not e.at.runs or rows.dtype == "float64":  # the evaluator computes this operator in fp32, kernels its statistics
         mean = e.ReduceMean(rows, e.ints(1), keepdims=1)
         deviation = e.op("Sub", rows, mean, shape=rows.shape)
         variance = e.ReduceMean(e.Mul(deviation, deviation), e.ints(1), keepdims=1)
@@ -39,12 +37,7 @@ def _normalised(e: Emitter, rows: Value, epsilon: float) -> tuple[Value, Value, 
         return e.op("Mul", deviation, r, shape=rows.shape), mean, r
     width = size_of(rows)[1]
     ones = e.const(np.ones(width), rows.dtype) if width <= LONG else made_ones(e, width, rows.dtype)
-    normal, *vectors = e.op(
-        "LayerNormalization", rows, ones, outputs=3, epsilon=epsilon, dtype=(rows.dtype, "float32", "float32")
-    )
-    shape = size_of(rows)
-    mean, r = (Value(v.name, v.dtype, (shape[0], 1)) for v in vectors)
-    return Value(normal.name, normal.dtype, shape), mean, r
+    return unit_rows(e, rows, ones, epsilon)
 
 
 def _through_statistics(e: Emitter, d_normal: Value, normal: Value, r: Value, along: Value) -> Value:
@@ -69,10 +62,7 @@ def _layer_types(op: Operator) -> Types:
     """Y is like X; mean and inverse deviation are fp32, of size 1 along the normalised axes."""
     data = op.inputs[0]
     assert data is not None
-    shape = data.shape
-    if shape is not None:
-        axis = int(op.attrs.get("axis", -1)) % len(shape)
-        shape = (*shape[:axis], *[1] * (len(shape) - axis))
+    shape = data.shape and one_behind(data.shape, int(op.attrs.get("axis", -1)))
     return [(data.dtype, data.shape), ("float32", shape), ("float32", shape)]
 
 
@@ -107,16 +97,22 @@ def layer_normalization_gradient(e: Emitter, op: Operator, x: Value, scale: Valu
     width = prod(inner)
     matrix = (prod(shape) // max(width, 1), width)
     scale_shape, scale = size_of(scale), e.cast(scale, x.dtype)
-    if scale_shape != inner:
-        scale = e.Expand(scale, e.ints(*inner), shape=inner)
+    wide = shape if set(scale_shape[: -len(inner)]) - {1} else inner  # rows may have scales of their own
+    scale = e.reshape(scale, scale_shape[-len(wide) :])
+    if size_of(scale) != wide:
+        scale = e.Expand(scale, e.ints(*wide), shape=wide)
     dx = d_scale = None
     if e.wants(0) or e.wants(1):
         normal, _, r = _normalised(e, e.reshape(x, matrix), epsilon_of(op))
         rows = e.reshape(dy, matrix)
         weighed = e.Mul(rows, normal)
     if e.wants(0):
-        along = product(e, weighed, e.reshape(scale, (width, 1)), alpha=-1 / width)
-        dx = e.reshape(_through_statistics(e, e.Mul(rows, e.reshape(scale, (width,))), normal, r, along), shape)
+        if wide is inner:
+            along = product(e, weighed, e.reshape(scale, (width, 1)), alpha=-1 / width)
+        else:
+            along = sums_of_rows(e, e.Mul(weighed, e.reshape(scale, matrix)), -1 / width)
+        factor = e.reshape(scale, (width,) if wide is inner else matrix)
+        dx = e.reshape(_through_statistics(e, e.Mul(rows, factor), normal, r, along), shape)
     if e.wants(1):
         d_scale = summed_to(e, e.reshape(weighed, shape), scale_shape, shape)
     return [dx, d_scale, summed_to(e, dy, shape_of(e, 2), shape) if e.wants(2) else None]
@@ -165,7 +161,7 @@ def instance_normalization_gradient(e: Emitter, op: Operator, x: Value, scale: V
 def _minus_correlation(e: Emitter, normal: Value, x_normal: Value) -> Value:
     """Minus the mean of the products of two standardised rows, in their type, which holds it. A product for each row is
     slow on CPU (ten times, measured), and too many at once for a GPU."""
-    if e.at.fused and size_of(normal)[0] <= _MOST_PRODUCTS:
+    if e.at.fused and size_of(normal)[0] <= MOST_PRODUCTS:
         return correlation(e, normal, x_normal)
     products = e.Mul(normal, x_normal) if e.at.fused else e.Mul(e.f32(normal), e.f32(x_normal))
     return e.cast(e.Neg(e.ReduceMean(products, e.ints(1), keepdims=1)), normal.dtype)

@@ -299,13 +299,29 @@ traits("Cast", elementwise=True)
 traits("Unique", exact=True, carries_large=True, selects=True)
 traits(*(own(f"{_type}Grad") for _type in (*_VIEWS, *_MOVES, "Trilu", "Concat")), exact=True)
 
-_MAKES = ("Shape", "Size", "ConstantOfShape", "OneHot", "Range", "EyeLike", "Constant")
-traits(*_MAKES)
+
+@gradient("OneHot", reads="x0 x1 dy0", inputs=[2], stops=[0, 1])
+def one_hot(e: Emitter, op: Operator, indices: Value, depth: Value, dy: Value) -> Grads:
+    """The sums of dy where the first of the two numbers stands, and where the second does."""
+    on = e.OneHot(indices, depth, e.const([0.0, 1.0], dy.dtype), axis=op.attrs.get("axis", -1), shape=dy.shape)
+    sums = (e.reduce_sum(e.Mul(dy, part)) for part in (e.Sub(e.like(1, on), on), on))
+    return [None, None, e.Concat(*(e.reshape(total, (1,)) for total in sums), axis=0, shape=(2,))]
+
+
+@gradient("Range", reads="dy0", inputs=[0, 2], stops=[1])
+def range_(e: Emitter, op: Operator, dy: Value) -> Grads:
+    """start + number * delta; how many there are has no slope."""
+    steps = e.const(np.arange(size_of(dy)[0]), dy.dtype)
+    return [e.reduce_sum(dy), None, e.reduce_sum(e.Mul(dy, steps))]
+
+
+_FILLS = ("Shape", "Size", "ConstantOfShape", "EyeLike", "Constant")
+traits(*_FILLS, "OneHot", "Range")
 traits("Shape", "Size", shape_only=True)
 traits("ConstantOfShape", settings=(0,))
 traits("OneHot", settings=(2,))
 traits("Range", settings=(0, 1, 2))
-no_gradient(*_MAKES)
+no_gradient(*_FILLS)
 
 range_rule(*_VIEWS, *_MOVES, *_REPEATS)(same)
 range_rule("Trilu", "CenterCropPad")(same_or_zero)

@@ -35,19 +35,12 @@ from amp_transpiler.ops.norm_parts import (
     over_rows,
     parts_of_rows,
     per_channel,
-    rank_of,
     remember_slope,
     shifted,
     slope_of,
     standardised,
     statistics,
 )
-
-
-def _deviation_and_scale(e: Emitter, op: Operator, x: Value, axes: Sequence[int]) -> tuple[Value, Value]:
-    """The deviation from the mean over ``axes``, and 1 / sqrt(variance + epsilon)."""
-    _, deviation, variance = statistics(e, x, axes)
-    return deviation, inverse_root(e, op, variance)
 
 
 # -- BatchNormalization ------------------------------------------------------------------------------
@@ -100,7 +93,7 @@ def batch_normalization(
             training_mode=1,
         )
         return list(ys)
-    rank = rank_of(x)
+    rank = len(size_of(x))
     batch_mean, deviation, batch_var = statistics(e, x, [0, *range(2, rank)])
     factor = e.Mul(inverse_root(e, op, batch_var), per_channel(e, scale, rank))
     y = e.Add(e.Mul(deviation, factor), per_channel(e, bias, rank))
@@ -143,7 +136,12 @@ def _by_rows(
     return [y, new_mean, new_var]
 
 
-@gradient("BatchNormalization", "x0 x1 x3 x4 dy0", native=True)
+def _of_one_axis(op: Operator) -> str:
+    x = op.input(0)
+    return "its input has one axis; reshape it to [N, 1]" if x is not None and len(x.shape or (0, 0)) == 1 else ""
+
+
+@gradient("BatchNormalization", "x0 x1 x3 x4 dy0", native=True, refuse=_of_one_axis)
 def batch_normalization_gradient(
     e: Emitter, op: Operator, x: Value, scale: Value, mean: Value, var: Value, dy: Value
 ) -> Sequence[Any]:
@@ -162,11 +160,12 @@ def batch_normalization_gradient(
             return [*_gradient_by_rows(e, op, x, scale, dy), *_of_statistics(e, op, scale, var)]
         return _frozen_gradient(e, op, x, scale, mean, var, dy)
     x, dy = e.f32(x), e.f32(dy)
-    rank = rank_of(x)
+    rank = len(size_of(x))
     axes = [0, *range(2, rank)]
     scaled, shifts = _wanted_sums(e, op)
     if _trains(op):
-        deviation, r = _deviation_and_scale(e, op, x, axes)
+        _, deviation, variance = statistics(e, x, axes)
+        r = inverse_root(e, op, variance)
     else:
         deviation = e.Sub(x, per_channel(e, mean, rank)) if scaled else x
         r = inverse_root(e, op, per_channel(e, var, rank))
@@ -269,7 +268,7 @@ def _frozen_gradient(
     dx = d_scale = d_bias = None
     scaled, shifts = _wanted_sums(e, op)
     if e.wants(0):
-        dx = e.Mul(dy, per_channel(e, e.cast(slope_of(e, scale, r), dy.dtype), rank_of(x)))
+        dx = e.Mul(dy, per_channel(e, e.cast(slope_of(e, scale, r), dy.dtype), len(size_of(x))))
     if scaled or shifts:
         w, d_mean, t = standardised(e, dy, LEAST_VARIANCE)
         count = e.like(size_of(w)[1], t)

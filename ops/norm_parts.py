@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from amp_transpiler.ops.common import once, size_of
 from amp_transpiler.ops.gpu_kernels import product as matrix_product
 from amp_transpiler.ops.training.rows import products, state_as
 
+_Size = TypeVar("_Size")
 #: Of a norm that names none.
 EPSILON = 1e-5
 
@@ -35,6 +36,11 @@ def mixes_types(op: Operator) -> bool:
     return len({v.dtype for v in op.inputs if v is not None}) > 1
 
 
+def one_behind(shape: Sequence[_Size], axis: int) -> tuple[_Size | int, ...]:
+    """The shape of numbers for all along the axes from ``axis`` on."""
+    return (*shape[:axis], *(1 for _ in shape[axis:]))
+
+
 def _mean(e: Emitter, value: Value, axes: Sequence[int]) -> Value:
     return e.op("ReduceMean", value, e.ints(*axes), keepdims=1)
 
@@ -49,11 +55,6 @@ def statistics(e: Emitter, x: Value, axes: Sequence[int]) -> tuple[Value, Value,
 def inverse_root(e: Emitter, op: Operator, variance: Value) -> Value:
     """1 / sqrt(variance + epsilon)."""
     return e.Reciprocal(e.Sqrt(e.Add(variance, e.like(epsilon_of(op), variance))))
-
-
-def rank_of(value: Value) -> int:
-    """The number of dimensions."""
-    return len(size_of(value))
 
 
 def per_channel(e: Emitter, value: Value, rank: int) -> Value:
@@ -71,6 +72,15 @@ def made_ones(e: Emitter, count: int, dtype: str) -> Value:
     return once(e, f"{count} ones, {dtype}", lambda: e.Expand(one, e.ints(count), shape=(count,)))
 
 
+def unit_rows(e: Emitter, rows: Value, ones: Value, epsilon: float) -> tuple[Value, Value, Value]:
+    """The rows of a matrix with mean 0 and variance 1, in its type, with mean and 1 / sqrt(variance + epsilon), fp32
+    [rows, 1]."""
+    shape, kinds = size_of(rows), (rows.dtype, "float32", "float32")
+    normal, *found = e.op("LayerNormalization", rows, ones, outputs=3, dtype=kinds, epsilon=epsilon)
+    mean, r = (Value(v.name, v.dtype, (shape[0], 1)) for v in found)
+    return Value(normal.name, rows.dtype, shape), mean, r
+
+
 def standardised(e: Emitter, x: Value, epsilon: float) -> tuple[Value, Value, Value]:
     """[C, M] of mean 0 and variance 1 from [N, C, ...], with mean and 1 / sqrt(variance + epsilon), fp32 [C].
 
@@ -80,12 +90,8 @@ def standardised(e: Emitter, x: Value, epsilon: float) -> tuple[Value, Value, Va
     if key not in e.shared:
         rows = by_channel(e, x)
         channels, count = size_of(rows)
-        kinds = (x.dtype, "float32", "float32")
-        normal, mean, r = e.op(
-            "LayerNormalization", rows, made_ones(e, count, x.dtype), outputs=3, dtype=kinds, axis=-1, epsilon=epsilon
-        )
-        vectors = (e.reshape(Value(v.name, v.dtype, (channels, 1)), (channels,)) for v in (mean, r))
-        e.shared[key] = (Value(normal.name, x.dtype, (channels, count)), *vectors)
+        normal, *found = unit_rows(e, rows, made_ones(e, count, x.dtype), epsilon)
+        e.shared[key] = (normal, *(e.reshape(v, (channels,)) for v in found))
     normal, mean, r = e.shared[key]
     return normal, mean, r
 
@@ -127,7 +133,7 @@ def affine(e: Emitter, x: Value, slope: Value, bias: Value, mean: Value) -> Valu
     """The same, with vectors in the type of X, as the kernel wants them."""
     slope, bias, mean = (state_as(e, v, x.dtype) for v in (slope, bias, mean))
     if x.dtype == "bfloat16":  # CUDA has no kernel of BatchNormalization
-        slope, bias, mean = (per_channel(e, v, rank_of(x)) for v in (slope, bias, mean))
+        slope, bias, mean = (per_channel(e, v, len(size_of(x))) for v in (slope, bias, mean))
         return e.Add(e.Mul(e.Sub(x, mean), slope), bias)
     one = e.const(np.ones(size_of(slope)), x.dtype)
     return e.BatchNormalization(x, slope, bias, mean, one, epsilon=0.0, shape=x.shape)
@@ -185,10 +191,8 @@ def parts_of_rows(e: Emitter, x: Value, epsilon: float) -> tuple[Value, Value, V
         return None
     if key not in e.shared:
         rows = e.reshape(by_channel(e, x), (channels * n, count // n))
-        ones, kinds = e.const(np.ones(count // n), x.dtype), (x.dtype, "float32", "float32")
-        normal, *found = e.op("LayerNormalization", rows, ones, outputs=3, dtype=kinds, axis=-1, epsilon=epsilon)
-        vectors = (e.reshape(Value(v.name, v.dtype, (channels * n, 1)), (channels, n)) for v in found)
-        e.shared[key] = (Value(normal.name, x.dtype, (channels * n, count // n)), *vectors)
+        normal, *found = unit_rows(e, rows, e.const(np.ones(count // n), x.dtype), epsilon)
+        e.shared[key] = (normal, *(e.reshape(v, (channels, n)) for v in found))
     normal, means, inverses = e.shared[key]
     return normal, means, inverses
 
@@ -206,9 +210,7 @@ def moments_of_parts(e: Emitter, means: Value, inverses: Value) -> tuple[Value, 
         apart = e.Div(signs, e.reshape(inverses, (channels, 1, n)), shape=pairs)
         both = e.Add(e.reshape(means, (channels, 1, n)), apart, shape=pairs)
         rows, one = e.reshape(both, (channels, 2 * n)), e.const(np.ones(2 * n), "float32")
-        kinds = ("float32",) * 3
-        _, *found = e.op("LayerNormalization", rows, one, outputs=3, dtype=kinds, axis=-1, epsilon=0.0)
-        mean, r = (Value(v.name, v.dtype, (channels, 1)) for v in found)
+        _, mean, r = unit_rows(e, rows, one, 0.0)
         e.shared[key] = (mean, r, e.op("Sub", means, mean, shape=(channels, n)))
     mean, r, off = e.shared[key]
     return mean, r, off

@@ -16,7 +16,7 @@ from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, lowering_rule, own, range_rule, traits
 from amp_transpiler.ir.reasons import Kind
 from amp_transpiler.ops.common import comparable, given_attributes, shape_of, size_of
-from amp_transpiler.ops.window import Window, window_by, window_of
+from amp_transpiler.ops.window import Window, window_by
 
 traits("MaxPool", "GlobalMaxPool", over="spatial", reduces="max", ignores="low", carries_large=True)
 traits("AveragePool", "GlobalAveragePool", over="spatial", reduces="mean", carries_large=True)
@@ -36,7 +36,7 @@ _MOST_POSITIONS = 2**24
 @gradient("MaxPool", "x0 y0 dy0", native=True)
 def max_pool(e: Emitter, op: Operator, x: Value, y: Value, dy: Value) -> Sequence[Any]:
     """Each dy goes to the first maximum of its window, in row-major order, as MaxPool's indices have it."""
-    window = window_of(op, op.attrs["kernel_shape"], size_of(x)[2:], size_of(dy)[2:])
+    window = window_by(op.attrs, op.attrs["kernel_shape"], size_of(x)[2:], size_of(dy)[2:])
     if e.at.host:
         return [_max_pool_on_cpu(e, op, window, x, y, dy)]
     if window.is_tiling and prod(window.kernel) <= _LARGEST_TILE:
@@ -162,7 +162,7 @@ def _scatter(e: Emitter, values: Value, indices: Value, shape: Sequence[int], ad
 def average_pool(e: Emitter, op: Operator, dy: Value) -> Sequence[Any]:
     """Each dy, divided by the number of elements that its window averages, spread over the window."""
     shape = shape_of(e, 0)
-    window = window_of(op, op.attrs["kernel_shape"], shape[2:], size_of(dy)[2:])
+    window = window_by(op.attrs, op.attrs["kernel_shape"], shape[2:], size_of(dy)[2:])
     _check_automatic_padding(op, window)
     share = e.op("Div", dy, e.const(window_counts(op.attrs, window), dy.dtype), shape=dy.shape)
     images = e.reshape(share, (shape[0] * shape[1], 1, *window.target))

@@ -140,14 +140,14 @@ def cum_sum(e: Emitter, op: Operator, axis: Value, dy: Value) -> Grads:
 def _in_fp32(e: Emitter, op: Operator, x: Value, *axes: Value | None) -> Grads:
     """These multiply or exponentiate inside, and nobody says in which type."""
     x, dtype = x if e.emulates else e.f32(x), x.dtype
-    return [e.cast(e.op(op.type, x, *axes, **{name: op.attrs[name] for name in op.attrs}), dtype)]
+    return [e.cast(e.op(op.type, x, *axes, outputs=None, **op.attrs), dtype)]
 
 
 @lowering_rule("ReduceL1", "ReduceL2", "ReduceSumSquare", native=True)
 def _wide_inside(e: Emitter, op: Operator, x: Value, *axes: Value | None) -> Grads:
     """CUDA's kernels square and add up in fp32 (300² is beyond fp16 although its root is not), and take no bfloat16."""
     x, dtype = comparable(e, x), x.dtype
-    return [e.cast(e.op(op.type, x, *axes, **{name: op.attrs[name] for name in op.attrs}), dtype)]
+    return [e.cast(e.op(op.type, x, *axes, outputs=None, **op.attrs), dtype)]
 
 
 for _how, _types in {

@@ -21,7 +21,7 @@ import numpy as np
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, traits
-from amp_transpiler.ops.common import Grads, comparable, size_of
+from amp_transpiler.ops.common import Grads, comparable, size_of, sliced
 from amp_transpiler.ops.row_sums import added_rows
 
 #: Samples that lie nearer to each other than this lie so far apart: an empty region has them all at one place.
@@ -38,10 +38,7 @@ def roi_align(e: Emitter, op: Operator, x: Value, regions: Value, images: Value,
     """Products of the gradient, [regions, channels, bins down, bins across], with the shares of columns and rows."""
     batch, channels, height, width = size_of(x)
     number, _, down, across = size_of(dy)
-    left, top, right, bottom = (
-        e.reshape(e.Slice(regions, e.ints(side), e.ints(side + 1), e.ints(1), shape=(number, 1)), (number, 1, 1))
-        for side in range(4)
-    )
+    left, top, right, bottom = (e.reshape(sliced(e, regions, 1, side, side + 1), (number, 1, 1)) for side in range(4))
     columns = _shares(e, op.attrs, left, right, across, width)
     spread = e.MatMul(e.reshape(dy, (number, channels * down, across)), columns)
     spread = e.transpose(e.reshape(spread, (number, channels, down, width)), (0, 2, 1, 3))
@@ -109,10 +106,7 @@ def max_roi_pool(e: Emitter, op: Operator, x: Value, regions: Value, dy: Value) 
     between two columns that of the rows between two edges."""
     batch, channels, height, width = size_of(x)
     number, _, down, across = size_of(dy)
-    image, left, top, right, bottom = (
-        e.reshape(e.Slice(regions, e.ints(side), e.ints(side + 1), e.ints(1), shape=(number, 1)), (number, 1))
-        for side in range(5)
-    )
+    image, left, top, right, bottom = (sliced(e, regions, 1, side, side + 1) for side in range(5))
     image = e.cast(image, "int64")
     scale = float(op.attrs.get("spatial_scale", 1.0))
     columns = _within(e, left, right, scale, across, width)
@@ -169,7 +163,7 @@ def _largest(e: Emitter, x: Value, inside: Value, axis: int) -> tuple[Value, Val
     shape[axis] = size
     values, places = [], []
     for i in range(bins):
-        here = e.Slice(inside, e.ints(i), e.ints(i + 1), e.ints(1), shape=(number, 1, size))
+        here = sliced(e, inside, 1, i, i + 1)
         bin_ = e.Where(e.reshape(here, tuple(shape)), x, e.like(-np.inf, x), shape=x.shape)
         thin = (*size_of(x)[:axis], 1, *size_of(x)[axis + 1 :])
         places.append(e.ArgMax(bin_, axis=axis, keepdims=1, dtype="int64", shape=thin))

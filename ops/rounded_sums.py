@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ops.common import padded, scaled_by, size_of
+from amp_transpiler.ops.common import padded, scaled_by, size_of, sliced
 from amp_transpiler.ops.conv import transposed_window
 from amp_transpiler.ops.einsum import terms_of
 from amp_transpiler.ops.pool import window_by_runtime, window_counts
@@ -93,15 +93,11 @@ def in_lanes(e: Emitter, rows: Value, order: str = "lanes") -> Value:
     total = in_turn(e, [e.reshape(rows, (rounds, lanes, width))], lambda lane: lane, (lanes, width))
     while lanes > 1:
         kept = (lanes + 1) // 2
-        upper = _rows(e, total, kept, lanes)
+        upper = sliced(e, total, 0, kept, lanes)
         if lanes % 2:
             upper = padded(e, upper, [0, 0], [1, 0])
-        total, lanes = e.Add(_rows(e, total, 0, kept), upper, shape=(kept, width)), kept
+        total, lanes = e.Add(sliced(e, total, 0, 0, kept), upper, shape=(kept, width)), kept
     return e.reshape(total, (width,))
-
-
-def _rows(e: Emitter, value: Value, start: int, end: int) -> Value:
-    return e.op("Slice", value, e.ints(start), e.ints(end), e.ints(0), shape=(end - start, size_of(value)[1]))
 
 
 def _in_128_lanes(e: Emitter, values: Sequence[Value], term: Term, shape: Sequence[int]) -> Value:

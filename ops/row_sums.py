@@ -14,9 +14,8 @@ import numpy as np
 import onnx
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.opdef import traits_of
 from amp_transpiler.ir.types import HALF
-from amp_transpiler.ops.common import size_of, sliced
+from amp_transpiler.ops.common import size_of, sliced, unviewed
 
 #: Elements that are added up to which onnxruntime takes one thread however many there are: from 210,000 on its cost
 #: model (100,000 to begin with, 100,000 for each thread, one for an element) takes two.
@@ -90,7 +89,7 @@ def _by_elements(e: Emitter, total: Value, at: Value, rows: Value) -> Value:
     """The same for places [n, k] by ScatterElements, which adds on one thread; of shape [places, elements of a row]."""
     number, shape = size_of(at)[0], size_of(total)[: size_of(at)[1]]
     width, places = math.prod(size_of(total)[len(shape) :]), math.prod(shape)
-    key = f"places {_flat(e, at).name} in {shape}, for each of {width} elements"  # layers of a graph share its edges
+    key = f"places {unviewed(e, at).name} in {shape}, for each of {width} elements"  # layers of a graph share its edges
     if key not in e.shared or not e.at.fused:
         at = _in_one(e, at, shape)
         at = e.cast(at, "int32") if e.at.fused and places < 2**31 else at  # half the bytes, for each element
@@ -109,15 +108,6 @@ def _in_one(e: Emitter, at: Value, shape: Sequence[int]) -> Value:
     below = e.op("Less", at, e.const(np.int64(0)), shape=at.shape)
     at = e.Where(below, e.Add(at, e.const(sizes)), at, shape=at.shape)
     return e.op("ReduceSum", e.Mul(at, e.const(strides)), e.ints(1), keepdims=1, shape=(size_of(at)[0], 1))
-
-
-def _flat(e: Emitter, at: Value) -> Value:
-    """The tensor of which places are another shape."""
-    maker = e.makers.get(at.name)
-    while maker is not None and traits_of(maker.type).view and maker.inputs[0] is not None:
-        at = maker.inputs[0]
-        maker = e.makers.get(at.name)
-    return at
 
 
 def remember_places(e: Emitter, places: Value, rows: Value) -> None:

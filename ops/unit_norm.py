@@ -16,6 +16,7 @@ import numpy as np
 from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.decompose import Parts, decomposition
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.intervals import Interval, Ranges
 from amp_transpiler.ir.nodes import Operator, Types, Variable
 from amp_transpiler.ir.opdef import gradient, lowering_rule, range_rule, traits
@@ -25,7 +26,7 @@ from amp_transpiler.lists import keep_fp32
 from amp_transpiler.ops.common import Grads, size_of, summed_to
 from amp_transpiler.ops.gpu_kernels import along_rows, column_product, product
 from amp_transpiler.ops.norm import normalised_range
-from amp_transpiler.ops.norm_parts import epsilon_of
+from amp_transpiler.ops.norm_parts import epsilon_of, mixes_types, one_behind
 from amp_transpiler.ops.place_bodies import Asked, body
 
 
@@ -134,11 +135,11 @@ def _rms_types(op: Operator) -> Types:
     data = op.inputs[0]
     assert data is not None
     shape, axis = data.shape, int(op.attrs.get("axis", -1))
-    return [(data.dtype, shape), ("float32", shape and (*shape[:axis], *(1 for _ in shape[axis:])))]
+    return [(data.dtype, shape), ("float32", shape and one_behind(shape, axis))]
 
 
 def _needs_rule(op: Operator) -> bool:
-    return op.output(1) is not None or len({v.dtype for v in op.inputs if v is not None}) > 1
+    return op.output(1) is not None or mixes_types(op)
 
 
 @lowering_rule("SimplifiedLayerNormalization", native=True, when=_needs_rule, infer=_rms_types)
@@ -146,14 +147,22 @@ def simplified_layer_normalization_rule(e: Emitter, op: Operator, x: Value, scal
     """The operator itself, with a scale of the type of X."""
     outputs = max(i + 1 for i, v in enumerate(op.outputs) if v is not None)
     shape, axis, epsilon = size_of(x), int(op.attrs.get("axis", -1)), epsilon_of(op)
-    rows, scale = (*shape[:axis], *(1 for _ in shape[axis:])), e.cast(scale, x.dtype)
+    rows, scale = one_behind(shape, axis), e.cast(scale, x.dtype)
     if outputs > 1 and not _gives_roots(e):
         normal, r = _over_root(e, e.reshape(x, (prod(rows), prod(shape[axis:]))), epsilon)
         return [e.Mul(e.reshape(normal, shape), scale, shape=shape), e.reshape(r, rows)]
     return _kernel(e, x, scale, axis, epsilon, outputs)
 
 
-@gradient("SimplifiedLayerNormalization", "x0 x1 dy0", inputs=(0, 1), native=True)
+def _scaled_otherwise(op: Operator) -> str:
+    """Why an operator is taken apart to be trained; "" where its scale has a number for each of those in a row."""
+    x, scale = (None if v is None else static(v.shape) for v in op.inputs[:2])
+    axis = int(op.attrs.get("axis", -1))
+    odd = x is not None and scale is not None and prod(scale) != prod(x[axis:])
+    return "its scale is not of the axes that it normalises over" if odd else ""
+
+
+@gradient("SimplifiedLayerNormalization", "x0 x1 dy0", inputs=(0, 1), native=True, refuse=_scaled_otherwise)
 def simplified_layer_normalization_gradient(e: Emitter, op: Operator, x: Value, scale: Value, dy: Value) -> Grads:
     """With r = 1 / sqrt(mean(x²) + epsilon) and n = x r: dscale = sum(dy n), dx = r (d - n mean(d n)), d = dy scale."""
     shape, axis = size_of(x), int(op.attrs.get("axis", -1))
@@ -175,7 +184,7 @@ def _gives_roots(e: Emitter) -> bool:
 def _over_root(e: Emitter, rows: Value, epsilon: float) -> tuple[Value, Value]:
     """Each row of a matrix over the root of its mean square, in its type, and the inverse of the root, fp32."""
     shape = size_of(rows)
-    if not _gives_roots(e):
+    if not _gives_roots(e) or rows.dtype == "float64":
         wide = e.f32(rows)
         mean = e.ReduceMean(e.Mul(wide, wide), e.ints(1), keepdims=1)
         r = e.Reciprocal(e.Sqrt(e.Add(mean, e.like(epsilon, mean))))
@@ -189,7 +198,7 @@ def _kernel(e: Emitter, x: Value, scale: Value, axis: int, epsilon: float, outpu
     shape, kinds = size_of(x), (x.dtype, "float32")[:outputs]
     attrs: dict[str, Any] = {"axis": axis, "epsilon": epsilon, "shape": shape}
     normal, *roots = e.op("SimplifiedLayerNormalization", x, scale, outputs=outputs, dtype=kinds, **attrs)
-    roots = [Value(r.name, r.dtype, (*shape[:axis], *(1 for _ in shape[axis:]))) for r in roots]
+    roots = [Value(r.name, r.dtype, one_behind(shape, axis)) for r in roots]
     e.foreign += roots
     return [normal, *roots]
 

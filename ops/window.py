@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ops.common import size_of
 
 
@@ -131,13 +130,8 @@ class Window:
         return e.op("Slice", made, e.ints(*cuts), e.ints(*ends), e.ints(*axes), shape=(*lead, *self.source))
 
 
-def window_of(op: Operator, kernel: Sequence[int], source: Sequence[int], target: Sequence[int]) -> Window:
-    """The window of a convolution or pool (or its gradient) from the attributes and the spatial sizes it joins."""
-    return window_by(op.attrs, kernel, source, target)
-
-
 def window_by(attrs: Mapping[str, Any], kernel: Sequence[int], source: Sequence[int], target: Sequence[int]) -> Window:
-    """The same, of attributes by themselves."""
+    """The window of a convolution or pool from its attributes and the spatial sizes that it joins."""
     rank = len(kernel)
     strides = tuple(attrs.get("strides") or [1] * rank)
     dilations = tuple(attrs.get("dilations") or [1] * rank)

@@ -10,7 +10,7 @@ import numpy as np
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import OWN, Operator, Variable
 from amp_transpiler.ir.types import HALF
-from amp_transpiler.ops.common import once, size_of, summed_to
+from amp_transpiler.ops.common import exchanged, once, size_of, summed_to
 from amp_transpiler.ops.rnn.recurrence import FEW, concat
 
 #: A batch of fewer rows takes no longer on the left of a product.
@@ -176,8 +176,7 @@ class Direction:
 
     def turned(self, value: Value) -> Value:
         """[.., batch, units] as steps hold it, or that as [.., batch, units]."""
-        rank = len(size_of(value))
-        return self.e.transpose(value, [*range(rank - 2), rank - 1, rank - 2]) if self.layer.columns else value
+        return exchanged(self.e, value) if self.layer.columns else value
 
     def column(self, vector: Value) -> Value:
         """A vector of units, to be added to or multiplied with what a step holds."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from amp_transpiler.errors import GraphError
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ops.common import size_of
+from amp_transpiler.ops.common import size_of, sliced
 
 #: ``step(states, slices) -> (new states, outputs)``; slices and outputs belong to one time step.
 Step = Callable[[Sequence[Value], Sequence[Value]], tuple[Sequence[Value], Sequence[Value]]]
@@ -70,14 +70,8 @@ def _pieces(e: Emitter, value: Value) -> list[Value]:
     if count > _AT_ONCE:
         starts = range(0, count, _AT_ONCE)
         blocks = [(start, min(start + _AT_ONCE, count)) for start in starts]
-        return [row for start, end in blocks for row in _pieces(e, rows_of(e, value, start, end))]
+        return [row for start, end in blocks for row in _pieces(e, sliced(e, value, 0, start, end))]
     return list(e.Split(value, e.ints(*[1] * count), axis=0, outputs=count, shape=(1, *rest)))
-
-
-def rows_of(e: Emitter, value: Value, start: int, end: int) -> Value:
-    """``value[start:end]``."""
-    shape = (end - start, *size_of(value)[1:])
-    return e.Slice(value, e.ints(start), e.ints(end), e.ints(0), shape=shape)
 
 
 def _stacked(e: Emitter, rows: Sequence[Value]) -> Value:
@@ -87,7 +81,7 @@ def _stacked(e: Emitter, rows: Sequence[Value]) -> Value:
         size = -(-len(parts) // groups)
         parts += parts[-1:] * (groups * size - len(parts))  # so that all groups have one size
         parts = [concat(e, parts[i : i + size], 0) for i in range(0, len(parts), size)]
-    return parts[0] if size_of(parts[0])[0] == len(rows) else rows_of(e, parts[0], 0, len(rows))
+    return sliced(e, parts[0], 0, 0, len(rows))
 
 
 def concat(e: Emitter, parts: Sequence[Value], axis: int) -> Value:

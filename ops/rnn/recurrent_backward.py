@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, traits
-from amp_transpiler.ops.common import Grads, size_of
+from amp_transpiler.ops.common import Grads, size_of, sliced
 from amp_transpiler.ops.gpu_kernels import plus_product
 from amp_transpiler.ops.rnn.directions import Direction, Layer, assembled, pick, product, rows, split
 from amp_transpiler.ops.rnn.gates import Activation, activations, unknown
-from amp_transpiler.ops.rnn.recurrence import concat, recur, rows_of
+from amp_transpiler.ops.rnn.recurrence import concat, recur
 
 #: Gradients of one direction, by forward input slot.
 Found = dict[int, Value]
@@ -297,12 +297,6 @@ def _lstm(cells: _Cells, dy: Value | None, dlast: Value | None, dcell: Value | N
     return found
 
 
-def thirds(e: Emitter, r: Value) -> list[Value]:
-    """The rows of a GRU's weights that belong to the update gate, the reset gate and the candidate."""
-    count, width = size_of(r)
-    return list(e.Split(r, e.ints(*[count // 3] * 3), axis=0, outputs=3, shape=(count // 3, width)))
-
-
 def _gru_after(
     d: Direction, kinds: Sequence[Activation], h0: Value | None, y: Value, dy: Value | None, dlast: Value | None
 ) -> Found:
@@ -348,8 +342,8 @@ def _gru_before(
     of_input, of_state = _parts(d, previous)
     (xz, xr, xh), (hz, hr, _) = split(e, of_input, 3), split(e, of_state, 3)
     r = d.r
-    *_, last = thirds(e, r)
-    gates = rows_of(e, r, 0, 2 * hidden)
+    *_, last = split(e, r, 3, 0)
+    gates = sliced(e, r, 0, 0, 2 * hidden)
     z, z_slope = f(e, e.Add(xz, hz))
     reset, reset_slope = f(e, e.Add(xr, hr))
     kept = rows(e, e.Mul(reset, previous))

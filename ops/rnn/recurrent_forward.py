@@ -24,7 +24,6 @@ from amp_transpiler.ops.common import Grads, size_of
 from amp_transpiler.ops.rnn.directions import Direction, Layer, pick, product, rows, sequence_of, split
 from amp_transpiler.ops.rnn.gates import Activation, activations, defaults
 from amp_transpiler.ops.rnn.recurrence import concat, recur
-from amp_transpiler.ops.rnn.recurrent_backward import thirds
 
 #: ``cell(the input's part of the gates, states) -> (new states, gates)``; the first state is the output. Gradients take
 #: the gates as they are before their activations; of a GRU the state's part of them.
@@ -203,7 +202,7 @@ def _gru_after(d: Direction, kinds: Sequence[Activation]) -> Cell:
 
 def _gru_before(d: Direction, kinds: Sequence[Activation]) -> Cell:
     e, (f, g), bias = d.e, kinds, d.biases()[1]
-    parts = [e.transpose(part, [1, 0]) for part in thirds(e, d.r)]
+    parts = [e.transpose(part, [1, 0]) for part in split(e, d.r, 3, 0)]
     biases = [None] * 3 if bias is None else split(e, bias, 3)
 
     def of(state: Value, x: Value, index: int) -> Value:

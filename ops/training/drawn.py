@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import for_test, lowering_rule, no_gradient, traits
-from amp_transpiler.ops.common import size_of
+from amp_transpiler.ops.common import scaled_by, size_of
 from amp_transpiler.ops.training.hashed_words import normal, uniform
 from amp_transpiler.ops.training.random import MASK_ID, mask_stream
 
@@ -32,7 +32,7 @@ def _drawn(e: Emitter, op: Operator, like: Sequence[Value], of: Callable[..., Va
 
 def _scaled(e: Emitter, x: Value, factor: float, more: float) -> Value:
     """more + factor * x."""
-    x = x if factor == 1 else e.Mul(x, e.like(factor, x))
+    x = scaled_by(e, x, factor)
     return e.Add(x, e.like(more, x)) if more else x
 
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
+from amp_transpiler.ops.common import LONG
 
 #: The number of a stream, or those of several.
 Streams = int | Sequence[int]
@@ -32,7 +33,6 @@ WORD, WEYL = 1 << 32, 0x9E3779B9
 #: What the two words of a key are begun with, and multiplied by.
 KEYS1, _KEYS2 = (0x7F4A7C15, 0x2545F491), (0xBF58476D, 0x94D049BB)
 _LINE = 1 << 12  # elements in a line where a shape gives no good split
-LONG = 1 << 16  # elements of the longest constant
 
 
 def mix(number: int) -> int:

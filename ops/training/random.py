@@ -29,8 +29,8 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator, Types
 from amp_transpiler.ir.opdef import for_test, gradient, lowering_rule, traits
 from amp_transpiler.lists import keep_fp32
-from amp_transpiler.ops.common import makes_multiples, size_of, times
-from amp_transpiler.ops.training.hashed_words import KEYS1, LONG, WEYL, WORD, keys, mix, random_bits, stream_of, word
+from amp_transpiler.ops.common import LONG, makes_multiples, size_of, times
+from amp_transpiler.ops.training.hashed_words import KEYS1, WEYL, WORD, keys, mix, random_bits, stream_of, word
 
 #: Metadata entry of a Dropout: the stream of its mask, unique in its program.
 MASK_ID = "mask_id"

@@ -17,8 +17,7 @@ import numpy as np
 from amp_transpiler.ir.emitter import Emitter, Maker, Value
 from amp_transpiler.ir.flat import Rows
 from amp_transpiler.ir.nodes import Operator
-from amp_transpiler.ir.opdef import traits_of
-from amp_transpiler.ops.common import grouped, once, pieces
+from amp_transpiler.ops.common import grouped, once, pieces, unviewed
 
 #: Elements up to which launching a kernel costs more than what it moves.
 _FEW = 2**18
@@ -129,7 +128,7 @@ def _together(e: Emitter, rows: Rows, values: Sequence[Value]) -> Value | None:
 def _alike(e: Emitter, rows: Rows, values: Sequence[Value]) -> list[Maker | None]:
     """What made each value. Where most are small quotients, the others are themselves by ones, bit for bit, if dividing
     all of them at once takes fewer kernels."""
-    makers = [_maker(e, value) for value in values]
+    makers = [e.makers.get(unviewed(e, value).name) for value in values]
     divided = [
         maker is not None and maker.type == "Div" and len({math.prod(_size(v)) for v in maker.inputs}) == 1
         for maker in makers
@@ -154,13 +153,6 @@ def _fills(e: Emitter, rows: Rows, values: Sequence[Value]) -> bool:
 def _size(value: Value | None) -> tuple[int, ...]:
     """The shape, one that nothing has where it is not known."""
     return (-1,) if value is None or value.shape is None else value.shape
-
-
-def _maker(e: Emitter, value: Value) -> Maker | None:
-    maker = e.makers.get(value.name)
-    while maker is not None and traits_of(maker.type).view and maker.inputs[0] is not None:
-        maker = e.makers.get(maker.inputs[0].name)
-    return maker
 
 
 def parts(e: Emitter, rows: Rows, value: Value) -> list[Value]:

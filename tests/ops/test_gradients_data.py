@@ -224,6 +224,17 @@ def test_top_k(shape: Shape, seed: int, data: st.DataObject) -> None:
     check_gradient("TopK", [x, k], attrs={"axis": axis}, outputs=2)
 
 
+@pytest.mark.parametrize("axis", [-1, 0, 1])
+def test_the_two_numbers_of_a_one_hot(axis: int) -> None:
+    values = normal(0, (2,))
+    check_gradient("OneHot", [np.array([[0, 2, -1], [7, 1, 1]]), np.array(3), values], attrs={"axis": axis}, feeds=[0])
+
+
+def test_start_and_step_of_a_range() -> None:
+    numbers = [np.array(number) for number in (0.5, 3.0, 0.75)]
+    check_gradient("Range", numbers, wrt=(0, 2), half=())  # no place makes one in 16 bit
+
+
 @pytest.mark.parametrize("upper", [0, 1])
 @pytest.mark.parametrize("diagonal", [None, -1, 2])
 def test_trilu(upper: int, diagonal: int | None) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import amp_transpiler as amp
+from amp_transpiler.errors import GradientError
 from amp_transpiler.ir.weights import become_constants
 from tests.helpers.gradcheck import check_gradient, few, normal, seeds
 from tests.helpers.slopes import assert_slope, slope
@@ -57,6 +58,14 @@ def test_layer_normalization(mixed: bool, shape: list[int], bias: bool, data: st
     )
 
 
+@pytest.mark.parametrize("scale", [(), (1,), (4,), (3, 1), (1, 1, 4), (3, 4), (2, 1, 4), (2, 3, 1)], ids=str)
+@pytest.mark.parametrize("axis", [1, -1])
+def test_layer_normalization_with_a_scale_that_is_repeated_or_differs_between_rows(
+    axis: int, scale: tuple[int, ...]
+) -> None:
+    check_gradient("LayerNormalization", normal(3, (2, 3, 4), scale, scale), attrs={"axis": axis, "epsilon": 1e-2})
+
+
 def rms_normalization(axis: int, epsilon: float) -> Any:
     def forward(x: np.ndarray, scale: np.ndarray) -> list[np.ndarray]:
         axes = tuple(range(axis % x.ndim, x.ndim))
@@ -87,6 +96,49 @@ def test_instance_normalization(mixed: bool, shape: tuple[int, ...], seed: int) 
     check_gradient(
         "InstanceNormalization", [x, scale, bias], attrs={"epsilon": 1e-3}, half=FP16, keep_fp32=(1, 2) if mixed else ()
     )
+
+
+@pytest.mark.parametrize("scale", ["1", "3,4", "2,1,4"])
+def test_a_root_mean_square_with_a_scale_of_other_axes_is_taken_apart(scale: str) -> None:
+    head = f'<ir_version: 8, opset_import: ["" : 17]> g (float[2,3,4] x) => (float[2,3,4] y) <float[{scale}] s, float[4] o>'
+    each, x = normal(0, tuple(map(int, scale.split(","))), (2, 3, 4))
+    programs = []
+    for body in ("y = SimplifiedLayerNormalization(x, s)", "n = SimplifiedLayerNormalization(x, o)  y = Mul(n, s)"):
+        model = onnx.parser.parse_model(f"{head} {{ {body} }}")
+        del model.graph.initializer[:]
+        for name, array in {"s": each, "o": np.ones(4)}.items():
+            model.graph.initializer.append(onnx.numpy_helper.from_array(array.astype(np.float32), name))
+        programs.append(amp.Program.from_onnx(model))
+        become_constants(programs[-1])
+    assert_slope(programs[0], x.astype(np.float32), slope(programs[1], x.astype(np.float32)))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "LayerNormalization(x, s, b)",
+        "SimplifiedLayerNormalization(x, s)",
+        "GroupNormalization<num_groups = 2>(x, s, b)",
+    ],
+)
+def test_norms_of_float64_have_gradients_in_float64(body: str) -> None:
+    found = {}
+    for kind, dtype in {"float": np.float32, "double": np.float64}.items():
+        given = f"{kind}[4] s = {{1, 2, 3, 4}}, {kind}[4] b = {{0, 1, 0, 1}}"
+        text = f'<ir_version: 8, opset_import: ["" : 21]> g ({kind}[2,4,4] x) => ({kind}[2,4,4] y) <{given}> {{ y = {body} }}'
+        program = amp.Program.from_onnx(onnx.parser.parse_model(text))
+        become_constants(program)
+        found[kind] = slope(program, normal(0, (2, 4, 4))[0].astype(dtype))
+    for narrow, wide in zip(found["float"], found["double"], strict=True):
+        assert wide.dtype == np.float64
+        np.testing.assert_allclose(narrow, wide, rtol=1e-5, atol=1e-5)
+
+
+def test_a_batch_normalization_of_one_axis_is_refused_by_name() -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[6] x) => (float[6] y)
+        <float[1] s = {2}, float[1] b = {0}, float[1] m = {0}, float[1] v = {1}> { y = BatchNormalization(x, s, b, m, v) }"""
+    with pytest.raises(GradientError, match=r"has one axis; reshape it to \[N, 1\]"):
+        slope(amp.Program.from_onnx(onnx.parser.parse_model(text)), np.ones(6, np.float32))
 
 
 def test_instance_normalization_by_a_known_scale() -> None:

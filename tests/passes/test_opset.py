@@ -344,9 +344,20 @@ def test_space_to_depth_of_either_mode_computes(mode: str) -> None:
     np.testing.assert_array_equal(found, x.reshape(2, 3, 2, 2, 3, 2).transpose(order).reshape(2, 12, 2, 3))
 
 
+def test_an_attribute_of_a_later_opset_that_says_what_is_so_without_it_is_left_out() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 24]>
+        net (float[4] x) => (float[4] y) {{ h = Cast <to = 10, round_mode = "{mode}"> (x)  y = Cast <to = 1> (h) }}"""
+    program = amp.Program.from_onnx(onnx.parser.parse_model(text.format(mode="up")))
+    program.convert_opset(21)
+    assert list(program.operators[0].attrs) == ["to"]
+    other = amp.Program.from_onnx(onnx.parser.parse_model(text.format(mode="down")))
+    with pytest.raises(GraphError, match="uses attribute 'round_mode' of opset 24"):
+        other.convert_opset(21)
+
+
 def test_a_program_stays_at_an_opset_that_no_earlier_one_can_express() -> None:
     text = """<ir_version: 10, opset_import: ["" : 28]>
-        net (float16 a, float16 b, float16 c) => (float16[n] y) { y = Range <stash_type = 1> (a, b, c) }"""
+        net (float16 a, float16 b, float16 c) => (float16[n] y) { y = Range <stash_type = 10> (a, b, c) }"""
     program = amp.Program.from_onnx(onnx.parser.parse_model(text))
     lowered = program.lower(amp.CPUPlace())
     assert [(each.domain, each.version) for each in lowered.model.opset_import] == [("", 28)]

@@ -94,14 +94,22 @@ def _obstacle(op: Operator, version: int, target: int) -> str | None:
         )
     if new is None or not _is_later(op, version, target) or has_decomposition(op):
         return None
-    schema = onnx.defs.get_schema(op.type, target, "")
-    unknown = next((name for name in op.attrs if name not in schema.attributes), None)
+    known = {*onnx.defs.get_schema(op.type, target, "").attributes, *_said_anyway(op, version, target)}
+    unknown = next((name for name in op.attrs if name not in known), None)
     if unknown is None:
         return None
     return (
         f"operator '{op.label}' ({op.type}) uses attribute '{unknown}' of opset {old}, which opset {target} cannot "
         "express"
     )
+
+
+def _said_anyway(op: Operator, version: int, target: int) -> list[str]:
+    """The attributes that the opset ``target`` does not have, and that say at ``version`` what is so without them."""
+    own, known = (onnx.defs.get_schema(op.type, opset, "").attributes for opset in (version, target))
+    return [
+        a.name for a in op.attrs.protos() if a.name not in known and a.name in own and own[a.name].default_value == a
+    ]
 
 
 def _convert(op: Operator, version: int, target: int) -> None:
@@ -111,6 +119,8 @@ def _convert(op: Operator, version: int, target: int) -> None:
     new, old = _since(op.type, target), _since(op.type, version)
     if old is None:
         return  # written by onnxruntime before ONNX had the operator, in the form that ONNX took over
+    for name in _said_anyway(op, version, target) if _is_later(op, version, target) else ():
+        del op.attrs[name]
     if old == new and not onnx.defs.get_schema(op.type, target, "").deprecated:
         return
     for upto, adapter in ADAPTERS.get(op.type, []):
