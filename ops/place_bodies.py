@@ -64,6 +64,14 @@ def integers_in(e: Emitter, value: Value | None) -> list[int] | None:
     return None if found is None else [int(number) for number in found.reshape(-1)]
 
 
+def in_32_bits(e: Emitter, indices: Value) -> Value | None:
+    """Indices that a kernel computes with; None of others that are computed."""
+    found = constant(e, indices)
+    if indices.dtype == "int32" or found is None:
+        return indices if indices.dtype == "int32" else None
+    return e.const(found, "int32")
+
+
 # -- numbers ---------------------------------------------------------------------------------------------
 @body("Sum")
 def _sum(e: Emitter, op: Asked, *values: Value) -> Sequence[Value]:

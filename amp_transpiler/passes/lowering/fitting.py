@@ -183,10 +183,10 @@ class _Fitting:
         while node.input and not node.input[-1]:  # of an input that is left out by name WebGPU's Conv kills the process
             del node.input[-1]
         slots = signature(node.op_type, self.opset, node.domain)
-        if slots is None:  # onnxruntime's own
-            yield from (self._instead(node) if self._fault(node) else None) or [node]
-            return
         kinds = kernel_types(self.at.provider, node.op_type, self.opset, node.domain)
+        if slots is None:  # onnxruntime's own
+            yield from (self._instead(node) if kinds is None or self._fault(node) else None) or [node]
+            return
         if not self.at.wide_integers:
             yield from self._narrowed(node, slots, kinds)
         if self._lacks(node, slots, kinds):
