@@ -37,6 +37,7 @@ class PlaceTraits:
     gated_add: bool
     recurrent: bool
     turns_images: bool
+    zeroed_rows: bool
     branches: bool
     wide_integers: bool
     tensor_cores: bool

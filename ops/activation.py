@@ -203,10 +203,19 @@ def softmax(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
             remember_balanced(e, dx)
         return [dx if factor == 1 else times(e, dx, factor)]
 
+    thin = (*size_of(y)[:axis], 1, *size_of(y)[axis + 1 :])
+
     def sums(weighed: Value, sign: float) -> Value:
         if axis == last:
             return sums_of_rows(e, weighed, sign)
-        return e.ReduceSum(weighed, e.ints(axis), keepdims=1, shape=(*size_of(y)[:axis], 1, *size_of(y)[axis + 1 :]))
+        return e.ReduceSum(weighed, e.ints(axis), keepdims=1, shape=thin)
+
+    def told(rows: Value) -> Value:
+        """Infinity for rows that a kernel made zeros of, and so NaN, a bad step: their scores are not finite."""
+        if not e.at.zeroed_rows:
+            return rows
+        most = e.ReduceMax(y, e.ints(axis), keepdims=1, shape=thin)
+        return e.Where(e.Greater(most, e.like(0, most)), rows, e.like(math.inf, rows))
 
     if kept is None and y.dtype in HALF:
         apart = of_apart(e, base) if axis == last else None
@@ -214,11 +223,11 @@ def softmax(e: Emitter, op: Operator, y: Value, dy: Value) -> Grads:
         weights = base, y
     weighed = e.Mul(*weights, shape=y.shape)
     if axis == last:
-        dx = plus_rows(e, weighed, sums(weighed, -1.0), y)
+        dx = plus_rows(e, weighed, told(sums(weighed, -1.0)), y)
         if kept is not None and y.dtype in HALF:
             remember_balanced(e, dx)
         return [dx if factor == 1 else times(e, dx, factor)]
-    return [e.Mul(e.Sub(base, sums(weighed, 1.0)), y)]
+    return [e.Mul(e.Sub(base, told(sums(weighed, 1.0))), y)]
 
 
 def _kept(e: Emitter, dy: Value, y: Value) -> tuple[Value, Value] | None:

@@ -64,6 +64,14 @@ def integers_in(e: Emitter, value: Value | None) -> list[int] | None:
     return None if found is None else [int(number) for number in found.reshape(-1)]
 
 
+def in_32_bits(e: Emitter, indices: Value) -> Value | None:
+    """Indices that a kernel computes with; None of others that are computed."""
+    found = constant(e, indices)
+    if indices.dtype == "int32" or found is None:
+        return indices if indices.dtype == "int32" else None
+    return e.const(found, "int32")
+
+
 # -- numbers ---------------------------------------------------------------------------------------------
 @body("Sum")
 def _sum(e: Emitter, op: Asked, *values: Value) -> Sequence[Value]:
@@ -208,6 +216,18 @@ def _sign(e: Emitter, op: Asked, x: Value) -> Sequence[Value]:
     return [e.Where(e.Greater(x, zero), e.like(1, x), below)]
 
 
+def _apart(type_: str) -> Body:
+    def write(e: Emitter, op: Asked, x: Value) -> Sequence[Value] | None:
+        """Of what is negated twice: no optimiser of onnxruntime takes it for the result of a convolution."""
+        return [e.op(type_, e.Neg(e.Neg(x)), **op.attrs)] if x.dtype in FLOATS else None
+
+    return write
+
+
+for _type in ("Elu", "Gelu", "HardSigmoid", "LeakyRelu", "Relu", "Sigmoid", "Softplus", "Tanh"):
+    body(_type)(_apart(_type))
+
+
 # -- functions of one number, in fp32 -------------------------------------------------------------------------
 def _function(*types: str) -> Callable[[_Function], _Function]:
     def register(function: _Function) -> _Function:
@@ -248,9 +268,9 @@ def _softsign(e: Emitter, attrs: Mapping[str, Any], x: Value) -> Value:
     return e.Div(x, e.Add(e.Abs(x), e.like(1, x)))
 
 
-@_function("ThresholdedRelu")
-def _thresholded_relu(e: Emitter, attrs: Mapping[str, Any], x: Value) -> Value:
-    return e.ThresholdedRelu(x, alpha=float(attrs.get("alpha", 1.0)))
+@body("ThresholdedRelu")
+def _thresholded_relu(e: Emitter, op: Asked, x: Value) -> Sequence[Value]:
+    return [e.Where(e.Greater(x, e.like(op.attrs.get("alpha", 1.0), x)), x, e.like(0, x))]
 
 
 @_function("Shrink")

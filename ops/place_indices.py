@@ -10,7 +10,7 @@ import numpy as np
 
 from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ops.common import padded, pieces, size_of
-from amp_transpiler.ops.place_bodies import Asked, Body, body, constant, integers_in
+from amp_transpiler.ops.place_bodies import Asked, Body, body, in_32_bits, integers_in
 
 #: What integers are divided by into two numbers that fp32 holds.
 _LIMB = 4096
@@ -34,7 +34,7 @@ def _by_way_of(type_: str, way: str) -> Body:
     return moved
 
 
-for _type in ("Concat", "Identity", "Pad", "Reshape", "Squeeze", "Transpose", "Where"):
+for _type in ("Concat", "Identity", "Pad", "ReduceMax", "ReduceMin", "Reshape", "Squeeze", "Transpose", "Where"):
     body(_type)(_by_way_of(_type, "int32"))
 
 
@@ -138,31 +138,46 @@ def _top_k(e: Emitter, op: Asked, x: Value, k: Value) -> Sequence[Value] | None:
     """Of integers, which fp32 does not hold: by what is left after a division, and then, of equal ones the first
     staying the first, by the quotient."""
     count = integers_in(e, k)
-    if count is None or x.shape is None or len(x.shape) != 1 or x.dtype != "int32":
+    if count is None or x.shape is None or x.dtype != "int32":
         return None
+    axis, in_order = int(op.attrs.get("axis", -1)) % len(x.shape), {**op.attrs, "sorted": 1}
+    chosen = tuple(count[0] if i == axis else size for i, size in enumerate(x.shape))
+
+    def placed(key: Value, of: Sequence[int]) -> Value:
+        found = e.op("TopK", key, e.ints(of[axis]), outputs=2, **in_order)[1]
+        numbers = e.const(np.arange(size_of(x)[axis]), "int32")
+        return e.Gather(numbers, Value(found.name, "int64", tuple(of)), axis=0, shape=of)
+
     quotient = e.Div(x, e.const(_LIMB, "int32"))
     rest = e.Sub(x, e.Mul(quotient, e.const(_LIMB, "int32")))
-    whole, in_order = e.ints(x.shape[0]), {**op.attrs, "sorted": 1}
-    by_rest = e.op("TopK", e.cast(rest, "float32"), whole, outputs=2, **in_order)[1]
-    place = e.Gather(e.const(np.arange(x.shape[0]), "int32"), Value(by_rest.name, "int64"), axis=0)
-    key = e.cast(e.Gather(quotient, place, axis=0), "float32")
-    by_both = e.op("TopK", key, e.ints(*count), outputs=2, **in_order)[1]
-    place = e.Gather(place, Value(by_both.name, "int64"), axis=0, shape=(count[0],))
-    return [e.Gather(x, place, axis=0), place]
+    by_rest = placed(e.cast(rest, "float32"), x.shape)
+    key = e.cast(e.GatherElements(quotient, by_rest, axis=axis, shape=x.shape), "float32")
+    place = e.GatherElements(by_rest, placed(key, chosen), axis=axis, shape=chosen)
+    return [e.GatherElements(x, place, axis=axis, shape=chosen), place]
 
 
-def _narrow(e: Emitter, indices: Value) -> Value | None:
-    """Indices in 32 bits; None of others that are computed."""
-    found = constant(e, indices)
-    if indices.dtype == "int32" or found is None:
-        return indices if indices.dtype == "int32" else None
-    return e.const(found, "int32")
+@body("Hardmax")
+def _hardmax(e: Emitter, op: Asked, x: Value) -> Sequence[Value] | None:
+    """1 at the first of the largest along an axis, else 0."""
+    if x.shape is None:
+        return None
+    axis = int(op.attrs.get("axis", -1)) % len(x.shape)
+    places = np.arange(x.shape[axis]).reshape([-1 if i == axis else 1 for i in range(len(x.shape))])
+    first = e.op("ArgMax", x, axis=axis, keepdims=1, dtype="int64")
+    return [e.cast(e.Equal(e.const(places, "int64"), first), x.dtype)]
+
+
+@body("EyeLike")
+def _eye_like(e: Emitter, op: Asked, x: Value) -> Sequence[Value] | None:
+    if x.shape is None:
+        return None
+    return [e.const(np.eye(*x.shape, int(op.attrs.get("k", 0))), op.results[0].dtype)]
 
 
 @body("GatherElements")
 def _gather_elements(e: Emitter, op: Asked, x: Value, indices: Value) -> Sequence[Value] | None:
     """Elements of the flattened tensor."""
-    narrow = _narrow(e, indices)
+    narrow = in_32_bits(e, indices)
     if x.shape is None or narrow is None or narrow.shape is None:
         return None
     axis, size = int(op.attrs.get("axis", 0)) % len(x.shape), x.shape[int(op.attrs.get("axis", 0))]
@@ -180,18 +195,24 @@ def _gather_elements(e: Emitter, op: Asked, x: Value, indices: Value) -> Sequenc
 @body("GatherND")
 def _gather_nd(e: Emitter, op: Asked, x: Value, wide: Value) -> Sequence[Value] | None:
     """Rows of the tensor in which the axes that indices go into are one."""
-    indices = _narrow(e, wide)
-    if op.attrs.get("batch_dims", 0) or x.shape is None or indices is None or indices.shape is None:
+    indices, alike = in_32_bits(e, wide), int(op.attrs.get("batch_dims", 0))
+    if x.shape is None or indices is None or indices.shape is None:
         return None
+    if alike:  # the places of a batch are written before those in it
+        lead = indices.shape[:alike]
+        numbers = np.stack(np.indices(lead), -1).reshape(*lead, *[1] * (len(indices.shape) - 1 - alike), alike)
+        *tuples, width = indices.shape
+        own = e.const(np.broadcast_to(numbers, (*tuples, alike)), "int32")
+        indices = e.op("Concat", own, indices, axis=-1, shape=(*tuples, alike + width))
     rows, width, place = _as_rows(e, x, indices)
     found = e.Gather(e.reshape(x, (rows, width)), place, axis=0)
-    return [e.reshape(found, (*indices.shape[:-1], *x.shape[indices.shape[-1] :]))]
+    return [e.reshape(found, (*size_of(indices)[:-1], *x.shape[size_of(indices)[-1] :]))]
 
 
 @body("ScatterND")
 def _scatter_nd(e: Emitter, op: Asked, x: Value, wide: Value, updates: Value) -> Sequence[Value] | None:
     """The same the other way round: each element of a row has the row's index."""
-    indices = _narrow(e, wide)
+    indices = in_32_bits(e, wide)
     if x.shape is None or indices is None or indices.shape is None:
         return None
     rows, width, place = _as_rows(e, x, indices)
@@ -221,7 +242,7 @@ def _as_rows(e: Emitter, x: Value, indices: Value) -> tuple[int, int, Value]:
 
 @body("ReverseSequence")
 def _reverse_sequence(e: Emitter, op: Asked, x: Value, wide: Value) -> Sequence[Value] | None:
-    lengths, batch, time = _narrow(e, wide), int(op.attrs.get("batch_axis", 1)), int(op.attrs.get("time_axis", 0))
+    lengths, batch, time = in_32_bits(e, wide), int(op.attrs.get("batch_axis", 1)), int(op.attrs.get("time_axis", 0))
     if x.shape is None or lengths is None:
         return None
     along = [[-1 if axis == own else 1 for axis in range(len(x.shape))] for own in (batch, time)]

@@ -22,16 +22,43 @@ from amp_transpiler.ops.window import Window, window_by
 
 @body("AveragePool")
 def _average_pool(e: Emitter, op: Asked, x: Value) -> Sequence[Value] | None:
-    """A convolution with ones, over what each window averages."""
-    if x.shape is None or op.results[0].shape is None or op.attrs.get("auto_pad", "NOTSET") != "NOTSET":
+    """What each window adds up, over how much it averages."""
+    window = _pooled(op, x)
+    if window is None:
         return None
-    window = window_by_runtime(op.attrs, x.shape[2:], op.results[0].shape[2:])
-    assert window is not None
-    images = window.pad(e, e.reshape(x, (math.prod(x.shape[:2]), 1, *window.source)), 2)
+    return [e.Div(_added(e, x, window), e.const(window_counts(op.attrs, window), x.dtype))]
+
+
+@body("LpPool")
+def _lp_pool(e: Emitter, op: Asked, x: Value) -> Sequence[Value] | None:
+    """The root of what each window adds up of powers, in fp32."""
+    window, power = _pooled(op, x), int(op.attrs.get("p", 2))
+    if window is None:
+        return None
+    size = e.Abs(e.f32(x))
+    if power == 1:
+        return [e.cast(_added(e, size, window), x.dtype)]
+    total = _added(e, e.Mul(size, size) if power == 2 else e.Pow(size, e.like(power, size)), window)
+    return [e.cast(e.Sqrt(total) if power == 2 else e.Pow(total, e.like(1 / power, total)), x.dtype)]
+
+
+def _pooled(op: Asked, x: Value) -> Window | None:
+    """The windows of a pool, which pads by numbers, or, where they meet and have no gaps, by sizes; None elsewhere."""
+    if x.shape is None or op.results[0].shape is None:
+        return None
+    kernel, strides = op.attrs["kernel_shape"], op.attrs.get("strides") or [1]
+    if op.attrs.get("auto_pad", "NOTSET").startswith("SAME") and max(strides) > min(kernel):
+        return None
+    return window_by_runtime(op.attrs, x.shape[2:], op.results[0].shape[2:])
+
+
+def _added(e: Emitter, x: Value, window: Window) -> Value:
+    """The sum of each window: a convolution with ones."""
+    lead = size_of(x)[:2]
+    images = window.pad(e, e.reshape(x, (math.prod(lead), 1, *window.source)), 2)
     ones = e.const(np.ones((1, 1, *window.kernel)), x.dtype)
     total = e.Conv(images, ones, strides=list(window.strides), dilations=list(window.dilations))
-    counts = e.const(window_counts(op.attrs, window), x.dtype)
-    return [e.Div(e.reshape(total, (*x.shape[:2], *window.target)), counts)]
+    return e.reshape(total, (*lead, *window.target))
 
 
 @body("ConvTranspose")

@@ -3,8 +3,9 @@
 In RoiAlign each bin is the mean of samples, each of them made of the four elements around its place. Samples of a
 region lie on a grid, so that a bin is a sum over rows and columns: ``y = rows . x . columns^T`` with what each row and
 each column of x has of the bin. The gradient is two products with the same shares, and adds up whatever regions
-overlap. Regions have no gradient, as in torchvision: they are what a detector proposes, cut and sorted. Places and
-borders: https://onnx.ai/onnx/operators/onnx__RoiAlign.html and ``roialign.cc`` of onnxruntime.
+overlap. Regions have no gradient, as in torchvision: they are what a detector proposes, cut and sorted. Where a place
+has no kernel the bins are made by these two products. Places and borders:
+https://onnx.ai/onnx/operators/onnx__RoiAlign.html and ``roialign.cc`` of onnxruntime.
 
 In MaxRoiPool each bin is the largest of its elements, whose edges are whole; the first of equal ones, row by row, has
 the gradient. Edges: ``roi_pool.cc`` of onnxruntime.
@@ -13,7 +14,7 @@ the gradient. Edges: ``roi_pool.cc`` of onnxruntime.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,14 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, traits
 from amp_transpiler.ops.common import Grads, comparable, size_of, sliced
+from amp_transpiler.ops.place_bodies import Asked, body, in_32_bits
 from amp_transpiler.ops.row_sums import added_rows
 
 #: Samples that lie nearer to each other than this lie so far apart: an empty region has them all at one place.
 _NEAREST = 1e-6
 
 
-def _only_means(op: Operator) -> str:
+def _only_means(op: Operator | Asked) -> str:
     mode = op.attrs.get("mode", "avg")
     return "" if mode == "avg" else f"its mode is '{mode}'; means alone ('avg') have a gradient"
 
@@ -38,18 +40,48 @@ def roi_align(e: Emitter, op: Operator, x: Value, regions: Value, images: Value,
     """Products of the gradient, [regions, channels, bins down, bins across], with the shares of columns and rows."""
     batch, channels, height, width = size_of(x)
     number, _, down, across = size_of(dy)
-    left, top, right, bottom = (e.reshape(sliced(e, regions, 1, side, side + 1), (number, 1, 1)) for side in range(4))
+    left, top, right, bottom = _ends(e, regions)
     columns = _shares(e, op.attrs, left, right, across, width)
     spread = e.MatMul(e.reshape(dy, (number, channels * down, across)), columns)
     spread = e.transpose(e.reshape(spread, (number, channels, down, width)), (0, 2, 1, 3))
     rows = e.transpose(_shares(e, op.attrs, top, bottom, down, height), (2, 0, 1))
     if batch > 1 or e.hangs(batch):
-        own = e.Equal(e.const(np.arange(batch)[:, None], images.dtype), e.reshape(images, (1, number)))
-        own = e.reshape(e.cast(own, dy.dtype), (batch, 1, number, 1))
+        own = e.reshape(_own(e, images, batch, dy.dtype), (batch, 1, number, 1))
         rows = e.Mul(e.reshape(rows, (1, height, number, down)), own)
     flat = e.reshape(spread, (number * down, channels * width))
     total = e.MatMul(e.reshape(rows, (batch * height, number * down)), flat)
     return [e.transpose(e.reshape(total, (batch, height, channels, width)), (0, 2, 1, 3))]
+
+
+@body("RoiAlign")
+def _by_shares(e: Emitter, op: Asked, x: Value, regions: Value, images: Value) -> Sequence[Value] | None:
+    """Products of x with the shares of rows and columns, in fp32; the largest of samples have no form."""
+    own_image = in_32_bits(e, images)
+    if x.shape is None or regions.shape is None or own_image is None or _only_means(op):
+        return None
+    (batch, channels, height, width), number = x.shape, regions.shape[0]
+    down, across = (int(op.attrs.get(f"output_{name}", 1)) for name in ("height", "width"))
+    left, top, right, bottom = _ends(e, e.f32(regions))
+    rows = _shares(e, op.attrs, top, bottom, down, height)
+    own = e.transpose(_own(e, own_image, batch, "float32"), (1, 0))
+    rows = e.Mul(e.reshape(rows, (number, down, 1, height)), e.reshape(own, (number, 1, batch, 1)))
+    lines = e.reshape(e.transpose(e.f32(x), (0, 2, 1, 3)), (batch * height, channels * width))
+    some = e.MatMul(e.reshape(rows, (number * down, batch * height)), lines)
+    columns = e.transpose(_shares(e, op.attrs, left, right, across, width), (0, 2, 1))
+    bins = e.MatMul(e.reshape(some, (number, down * channels, width)), columns)
+    return [e.cast(e.transpose(e.reshape(bins, (number, down, channels, across)), (0, 2, 1, 3)), x.dtype)]
+
+
+def _ends(e: Emitter, regions: Value) -> tuple[Value, ...]:
+    """Left, top, right and bottom of regions [regions, 4], each [regions, 1, 1]."""
+    number = size_of(regions)[0]
+    return tuple(e.reshape(sliced(e, regions, 1, side, side + 1), (number, 1, 1)) for side in range(4))
+
+
+def _own(e: Emitter, images: Value, batch: int, dtype: str) -> Value:
+    """1 where a region, of a column, is of the image of a row, else 0: [batch, regions]."""
+    numbers = e.const(np.arange(batch)[:, None], images.dtype)
+    return e.cast(e.Equal(numbers, e.reshape(images, (1, size_of(images)[0]))), dtype)
 
 
 def _shares(e: Emitter, attrs: Mapping[str, Any], start: Value, end: Value, bins: int, size: int) -> Value:

@@ -28,6 +28,9 @@ _POOLS = frozenset({"MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePoo
 #: gradient of a convolution has many, and writes pairs of two types there at opset 21, which do not load (1.31).
 UNWANTED = ("GatherSliceToSplitFusion", "QDQPropagationTransformer")
 
+#: Moves what turns a tensor behind operators, those that give truth values too.
+TURNS = "TransposeOptimizer"
+
 #: What is fake-quantised is computed as it is written: integer kernels round what lies between two integers to the
 #: other one at times, and an exported step is run so too.
 PAIRS_AS_THEY_ARE = ("session.disable_quant_qdq", "1")

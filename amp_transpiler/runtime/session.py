@@ -35,7 +35,7 @@ from amp_transpiler.passes.lowering.size_check import Inferred
 from amp_transpiler.runtime.budget import unbounded_optimizers
 from amp_transpiler.runtime.chain import chained
 from amp_transpiler.runtime.collective.current import engine_on
-from amp_transpiler.runtime.graph_optimizers import IN_FP32, PAIRS_AS_THEY_ARE, UNWANTED, useless_optimizers
+from amp_transpiler.runtime.graph_optimizers import IN_FP32, PAIRS_AS_THEY_ARE, TURNS, UNWANTED, useless_optimizers
 from amp_transpiler.runtime.heap import make_arena, trim
 from amp_transpiler.runtime.inputs_held import inputs_held
 from amp_transpiler.runtime.providers import alone, built_in, in_turn, plugin
@@ -65,7 +65,7 @@ class Settings:
     cache: SessionCache | None = None
     cuda_graph: bool = False
     stream: int = 0  # on which the caller wants it to compute; 0: one of its own
-    as_it_lies: bool = False  # images keep their layout where the provider would turn them
+    as_it_lies: bool = False  # nothing is turned, images where the provider would do so and all behind a Transpose
 
     def __post_init__(self) -> None:
         choice("optimization_level", self.optimization_level, _LEVELS)
@@ -237,6 +237,7 @@ def _session(
         options.add_session_config_entry(f"session.{entry}", "1")
     if settings.as_it_lies:
         options.add_session_config_entry(f"ep.{traits.provider.lower()}.preferredLayout", "NCHW")
+    turning = [TURNS] if settings.as_it_lies else []
     providers = None
     if traits.plugin and not built_in(place.kind):
         options.add_provider_for_devices([plugin(place.kind).devices[place.device_id]], {})
@@ -249,7 +250,7 @@ def _session(
             options,
             providers=providers,
             enable_fallback=0,
-            disabled_optimizers=[*unbounded_optimizers(), *UNWANTED, *useless],
+            disabled_optimizers=[*unbounded_optimizers(), *UNWANTED, *useless, *turning],
         )
 
 

@@ -132,6 +132,25 @@ MEET = {
     ],
     "Where: truth values chosen": ["m (bool[3,4] x, bool[4] w) => (bool[3,4] y) { c = Not(x) y = Where(c, x, w) }"],
     "Split: more pieces than a kernel makes": [PIECES],
+    **{
+        f"{name}: another activation of a convolution": [conv(4, 5, opset=20, more=f"a = {first}(c) y = {name}(a)")]
+        for name, first in {
+            "Clip": "Sigmoid",
+            "Elu": "LeakyRelu",
+            "Gelu": "Tanh",
+            "HardSigmoid": "Relu",
+            "HardSwish": "Elu",
+            "LeakyRelu": "Relu",
+            "Softplus": "Relu",
+            "Tanh": "Softplus",
+            "ThresholdedRelu": "Sigmoid",
+        }.items()
+    },
+    "Relu: another activation of a convolution": [
+        conv(4, 5, more="b = Sigmoid(c) a = Mul(b, c) y = Relu(a)"),
+        conv(4, 5, more="d = Add(c, c) a = Tanh(d) t = Transpose<perm=[0, 2, 3, 1]>(a) y = Relu(t)"),
+    ],
+    "Sigmoid: another activation of a convolution": [conv(4, 5, more="a = Relu(c) y = Sigmoid(a)")],
     "Slice: backwards from within": [
         "m (float[3,4] x) => (float[n,o] y) <int64[1] b = {-2}, int64[1] e = {-9}, int64[1] a = {1}>"
         " { y = Slice(x, b, e, a, b) }"

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 from onnx.reference import ReferenceEvaluator
 
+from amp_transpiler.lists import split_name
 from tests.helpers.sessions import session
 
 F32 = np.array([[0.0, -0.0, 1.5], [-2.0, np.inf, -np.inf], [np.nan, 3e38, -1e-40]], np.float32)
@@ -136,12 +137,35 @@ CASES: list[tuple[str, Sequence[np.ndarray], dict[str, Any]]] = [
     ("MaxPool", [PLAIN % 40], {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}),
     ("MaxPool", [PLAIN % 7], {"kernel_shape": [2, 3], "dilations": [2, 1], "pads": [1, 0, 1, 2]}),
     ("MaxPool", [PLAIN % 7], {"kernel_shape": [2, 3], "strides": [2, 1], "auto_pad": "SAME_LOWER"}),
+    ("AveragePool", [PLAIN], {"kernel_shape": [2, 3], "strides": [2, 2], "auto_pad": "SAME_UPPER"}),
+    ("AveragePool", [PLAIN], {"kernel_shape": [2, 3], "auto_pad": "SAME_LOWER", "count_include_pad": 1}),
+    ("LpPool", [WIDE], {"kernel_shape": [2, 2, 1], "pads": [1, 0, 0, 0, 1, 0]}),
+    ("LpPool", [-PLAIN], {"kernel_shape": [3, 2], "p": 1, "dilations": [2, 1], "strides": [1, 3]}),
+    ("LpPool", [PLAIN.astype(np.float16)], {"kernel_shape": [2, 3], "p": 3, "auto_pad": "SAME_UPPER"}),
+    ("Hardmax", [PLAIN % 7], {"axis": 1}),
+    ("Hardmax", [PLAIN.astype(np.float16) % 7], {}),
+    ("TopK", [np.stack([WHOLE, WHOLE[::-1] + 4096 * TRUTH]), np.array([2])], {"axis": 1}),
+    ("TopK", [WHOLE[:, [1, 0, 2]].astype(np.int64), np.array([3])], {"largest": 0}),
+    ("ReduceMax", [TRUTH, np.array([1])], {}),
+    ("ReduceMin", [TRUTH[:, :1]], {"keepdims": 0}),
+    ("EyeLike", [WHOLE[:2]], {"k": 1, "dtype": onnx.TensorProto.FLOAT}),
+    ("EyeLike", [WHOLE], {}),
+    ("GatherND", [WIDE, np.array([[[0], [3], [-1]], [[2], [2], [1]]])], {"batch_dims": 1}),
+    ("GatherND", [WIDE, np.array([[[1, 2], [0, -2]]] * 2)[:, :, None].repeat(4, 2)[:, 0]], {"batch_dims": 2}),
+    ("Mod", [np.array([7.5, -7.5, 0.3, -409, 5, np.inf, 2, 0], np.float32), np.float32([0.1])], {"fmod": 1}),
+    ("Mod", [WAVES, -WAVES[::-1] * np.float32(0.37) + np.float32(0.01)], {"fmod": 1}),
+    ("Mod", [F16, np.array([0.3, np.inf, -0.7], np.float16)], {"fmod": 1}),
 ]
 
 
 INEXACT = frozenset(
     [
         "AveragePool",
+        "com.microsoft::Inverse",
+        "DeformConv",
+        "Det",
+        "LpPool",
+        "RoiAlign",
         "Celu",
         "Conv",
         "ConvTranspose",
@@ -173,8 +197,39 @@ CASES += [("GridSample", [WIDE, PLACES[:, None]], {"mode": mode}) for mode in ("
 VECTORS = [np.random.default_rng(k).uniform(0.5, 2, 15).astype(np.float32) for k in range(4)]
 CASES += [("BatchNormalization", [PLAIN[0, 0] + 40, *VECTORS], {"epsilon": 0.1})]
 CASES += [("LRN", [WIDE[..., 0]], {"size": size, "alpha": 0.5, "beta": 0.8, "bias": 1.5}) for size in (1, 3, 5)]
+#: Inside, across borders, outside, smaller than an element, empty; of images of 5 rows and 15 columns.
+REGIONS = np.array([[1.2, 0.7, 6.9, 3.1], [-3.3, -2.4, 4.2, 3.7], [8, 7, 12, 9], [2.3, 2.4, 2.5, 2.6], [3, 3, 3, 3]])
+OF_IMAGES = np.array([0, 1, 1, 0, 1])
+BINS: dict[str, Any] = {"output_height": 2, "output_width": 3}
+CASES += [
+    ("RoiAlign", [np.concatenate([PLAIN, -PLAIN]).astype(kind), REGIONS.astype(kind), OF_IMAGES], BINS | more)
+    for kind, more in (
+        (np.float32, {}),
+        (np.float32, {"coordinate_transformation_mode": "output_half_pixel", "spatial_scale": 0.5}),
+        (np.float16, {"sampling_ratio": 2}),
+    )
+]
+_OFFSETS = np.random.default_rng(2).uniform(-2, 2, (2, 12, 2, 3)).astype(np.float32)
+CASES += [
+    ("DeformConv", [WIDE[..., 0], *rest], {"kernel_shape": [2, 3], "pads": [0, 1, 1, 1]} | attrs)
+    for rest, attrs in (
+        ([WIDE.reshape(4, 4, 2, 3), _OFFSETS], {}),
+        ([WIDE.reshape(-1)[:48].reshape(4, 2, 2, 3), np.tile(_OFFSETS, (1, 2, 1, 1))], {"group": 2, "offset_group": 2}),
+        ([WIDE.reshape(4, 4, 2, 3), _OFFSETS, WIDE[0, 0, 0, 0, :1].repeat(4), np.abs(_OFFSETS[:, 6:])], {}),
+    )
+]
+MATRICES = np.random.default_rng(3).standard_normal((2, 3, 7, 7)).astype(np.float32)
+UPSIDE_DOWN = MATRICES[0, :, ::-1] * np.tri(7, 7, 3, np.float32)[::-1]
+CASES += [
+    (name, [matrices], {})
+    for name in ("Det", "com.microsoft::Inverse")
+    for matrices in (MATRICES, MATRICES[0, 0, :1, :1], UPSIDE_DOWN)
+]
+SINGULAR = np.array([[0, 0, 1], [2, 0, 0], [3, 0, 1]], np.float32)
+CASES += [("Det", [matrices], {}) for matrices in (SINGULAR, MATRICES[0, :, :2, :2].astype(np.float16))]
 #: Inputs that say sizes, axes and places: constants.
 SAID = {
+    "ReduceMax": 1,
     "Reshape": 1,
     "CenterCropPad": 1,
     "Dropout": 1,
@@ -198,22 +253,26 @@ def model_of(
     type_: str, inputs: Sequence[np.ndarray], attrs: dict[str, Any]
 ) -> tuple[onnx.ModelProto, dict[str, np.ndarray], list[np.ndarray]]:
     """A model of one operator, its feeds, and what it gives on CPU."""
+    domain, name = split_name(type_)
     names = [f"x{i}" for i in range(len(inputs))]
-    made = [f"y{i}" for i in range({"Split": 2, "MaxPool": 2, "TopK": 2, "LayerNormalization": 3}.get(type_, 1))]
+    made = [
+        f"y{i}"
+        for i in range({"Split": 2, "Dropout": 2, "MaxPool": 2, "TopK": 2, "LayerNormalization": 3}.get(type_, 1))
+    ]
     fed = SAID.get(type_, len(inputs))
     infos = [
         onnx.helper.make_tensor_value_info(n, onnx.helper.np_dtype_to_tensor_dtype(a.dtype), a.shape)
         for n, a in zip(names[:fed], inputs[:fed], strict=True)
     ]
     graph = onnx.helper.make_graph(
-        [onnx.helper.make_node(type_, names, made, **attrs)],
+        [onnx.helper.make_node(name, names, made, domain=domain, **attrs)],
         "one",
         infos,
         [onnx.helper.make_empty_tensor_value_info(name) for name in made],
         [onnx.numpy_helper.from_array(a, n) for n, a in zip(names[fed:], inputs[fed:], strict=True)],
     )
-    opset = onnx.helper.make_opsetid("", 21)
-    model = onnx.shape_inference.infer_shapes(onnx.helper.make_model(graph, ir_version=10, opset_imports=[opset]))
+    opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
+    model = onnx.shape_inference.infer_shapes(onnx.helper.make_model(graph, ir_version=10, opset_imports=opsets))
     feed = dict(zip(names[:fed], inputs[:fed], strict=True))
     return model, feed, list(alone(model, type_, inputs).run(None, feed))
 

@@ -33,7 +33,7 @@ IN_PLACE = tuple(param for param, place in zip(PLACES, LOWERED, strict=True) if 
 DEVICES = tuple(kind for kind in place_kinds() if not place_traits(kind).emulates)
 """Kinds of places with 16-bit operators."""
 
-_ON_HOST = {"webgpu": frozenset({"Inverse(float32)", "ReverseSequence", "Round", "Trilu"})}
+_ON_HOST = {"webgpu": frozenset({"ReverseSequence", "Round", "Trilu"})}
 """Operators that have no kernel on a place and no body: the host computes them where a program allows that."""
 
 

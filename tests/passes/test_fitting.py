@@ -38,6 +38,15 @@ SPELLED = {"float32": "float", "float64": "double"}
 FAILING = {"MaxPool": ("I", {"int64"}), "ReduceLogSumExp": ("T", {"float", "float16"}), "Where": ("T", {"bool"})}
 RANKS = {"Conv": 4, "ConvTranspose": 4}
 
+#: Operators of one input that are decomposed.
+PART = """<ir_version: 10, opset_import: ["" : 20]> m (float[{size}] x) => (float[A, B, C, D] y)
+    <int64 step = {{4}}, int64 frame = {{8}}, int64[4] sizes = {{2, 3, 4, 5}}> {{ {text} }}"""
+PARTS = [
+    ("2, 9, 5, 1", "y = DFT <onesided = 1> (x)", (2, 9, 5, 1)),
+    ("2, 32, 1", 'y = STFT (x, step, "", frame)', (2, 32, 1)),
+    ("2, 2, 3", "y = AffineGrid (x, sizes)", (2, 2, 3)),
+]
+
 
 def without_kernel(lowered: Lowered) -> list[str]:
     """The nodes of a model for WebGPU that have no kernel there for the types of their tensors."""
@@ -167,6 +176,21 @@ def test_a_body_gives_what_the_operator_gives(type_: str, inputs: Sequence[np.nd
     compared(type_, found, wanted, 1e-6)
     for port, got, want in zip(lowered.fetches, found, wanted, strict=True):
         assert (port.holds or got.dtype.name) == want.dtype.name
+
+
+@pytest.mark.parametrize(("size", "text", "shape"), PARTS)
+def test_what_has_no_kernel_and_no_body_is_decomposed(size: str, text: str, shape: tuple[int, ...]) -> None:
+    model = onnx.parser.parse_model(PART.format(size=size, text=text))
+    lowered = lower(amp.Program.from_onnx(model), "webgpu")
+    assert without_kernel(lowered) == []
+    feed = {"x": np.random.default_rng(0).standard_normal(shape).astype(np.float32)}
+    (wanted,), (found,) = (session(each, "DISABLE_ALL").run(None, feed) for each in (model, lowered.model))
+    np.testing.assert_allclose(found, wanted, atol=2e-5)
+
+
+def test_what_cannot_be_decomposed_stays() -> None:
+    model = onnx.parser.parse_model(PART.format(size="N, T, 1", text="y = DFT (x)"))
+    assert [node.op_type for node in lower(amp.Program.from_onnx(model), "webgpu").model.graph.node] == ["DFT"]
 
 
 @pytest.mark.parametrize("name", TEXTS)

@@ -75,6 +75,28 @@ def test_a_scalar_that_ends_the_process_is_added_by_itself(text: str) -> None:
     assert off(model, amp.convert(model, place="webgpu").to_onnx(), "ENABLE_ALL") < 5e-3
 
 
+ACTIVATED = "m (float[1,4,8,9] x) => (float[n,o,h,v] y) <float[5,4,3,3] w> { c = Conv(x, w) MORE }"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "a = Relu(c) y = Sigmoid(a)",
+        "a = Tanh(c) t = Transpose<perm=[0, 2, 3, 1]>(a) r = Relu(t) y = Transpose<perm=[0, 3, 1, 2]>(r)",
+        pytest.param(
+            "s = Sigmoid(c) a = Mul(c, s) y = Relu(a)", marks=pytest.mark.skipif(built_in(), reason="right in 1.27")
+        ),
+    ],
+)
+def test_an_activation_behind_another_is_not_written_over_it(more: str) -> None:
+    model = filled(ACTIVATED.replace("MORE", more))
+    assert (
+        off(model, model, "ENABLE_ALL") > 0.05
+    )  # onnxruntime writes the first into the convolution, and the next there
+    assert off(model, amp.Program.from_onnx(model)) < 1e-6
+    assert off(model, amp.convert(model, place="webgpu").to_onnx(), "ENABLE_ALL") < 5e-3
+
+
 def test_a_long_sum_loses_what_storage_does() -> None:
     model = filled(
         "m (float[1,2048] x) => (float[n,o] y) <float[2048,64] w> { a = Abs(x) b = MatMul(a, w) y = Neg(b) }"

@@ -331,3 +331,17 @@ def test_truth_values_are_not_turned_with_images(seed: int) -> None:
         there.run(net.startup, scope=scope)
         losses.append([there.run(net.main, net.feeds, [net.loss], scope=scope)[0] for _ in range(2)])
     np.testing.assert_allclose(*losses, rtol=1e-4)
+
+
+def test_truth_values_are_not_turned_behind_a_transpose(exe: amp.Executor, scope: amp.Scope) -> None:
+    """Where no image is: onnxruntime moves a Transpose behind the comparison of what it made."""
+    text = """<ir_version: 10, opset_import: ["" : 21]> m (float[3,5,8] x, float[5,3,8] d) => (float[3,5,8] y)
+        <float zero = {0.0}, float few = {0.5}> {
+        t = Transpose<perm=[1, 0, 2]>(x)  above = Greater(t, zero)  some = Mul(d, few)
+        kept = Where(above, d, some)  y = Transpose<perm=[1, 0, 2]>(kept) }"""
+    program = amp.Program.from_onnx(onnx.parser.parse_model(text))
+    exe.run(program.startup, scope=scope)
+    x, d = (np.random.default_rng(0).standard_normal(s).astype(np.float32) for s in ((3, 5, 8), (5, 3, 8)))
+    (found,) = exe.run(program, {"x": x, "d": d}, program.outputs, scope=scope)
+    kept = d.swapaxes(0, 1)
+    np.testing.assert_array_equal(found, np.where(x > 0, kept, kept / 2))

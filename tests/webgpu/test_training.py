@@ -147,6 +147,30 @@ def test_a_norm_whose_gradient_is_zero_here_and_there_trains() -> None:
         assert not bad and abs(float(found) - float(want)) <= 2e-3 * float(want)
 
 
+@pytest.mark.parametrize("axis", [1, 2])
+@pytest.mark.parametrize("mode", ["mixed", "pure"])
+def test_scores_of_attention_that_overflow_make_a_bad_step(mode: str, axis: int) -> None:
+    """The kernel of Softmax makes zeros of them, behind which nothing is infinite."""
+
+    def built() -> Any:
+        main, startup = amp.Program(), amp.Program("startup")
+        with amp.program_guard(main, startup), amp.unique_name.guard():
+            h = amp.nn.fc(amp.data("x", [2, 3, 8], "float32"), 8, num_flatten_dims=2)
+            weights = F.softmax(F.matmul(h, h, transpose_y=True), axis=axis)
+            loss = F.mean(F.square(F.matmul(weights, h)) * 1e-4)
+            sgd = amp.optimizer.SGD(0.1, multi_precision=mode == "pure")
+            pure = mode == "pure"
+            optimizer = amp.decorate(sgd, use_pure_fp16=pure, use_fp16_guard=False, init_loss_scaling=64.0)
+            optimizer.minimize(loss, startup)
+        return main, startup, loss, optimizer
+
+    x = np.random.default_rng(0).standard_normal((2, 3, 8)).astype(np.float32)
+    for place in (CPU, WEBGPU):
+        training = Training(built, place, lambda main: ["found_inf_0"])
+        (_, fine), (_, bad) = training({"x": x}), training({"x": 500 * x})
+        assert not fine and bad, place
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_the_finite_check_sees_each_number_that_is_not(dtype: str) -> None:
     main = amp.Program("main")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -183,10 +182,10 @@ class _Fitting:
         while node.input and not node.input[-1]:  # of an input that is left out by name WebGPU's Conv kills the process
             del node.input[-1]
         slots = signature(node.op_type, self.opset, node.domain)
-        if slots is None:  # onnxruntime's own
-            yield from (self._instead(node) if self._fault(node) else None) or [node]
-            return
         kinds = kernel_types(self.at.provider, node.op_type, self.opset, node.domain)
+        if slots is None:  # onnxruntime's own
+            yield from (self._instead(node) if kinds is None or self._fault(node) else None) or [node]
+            return
         if not self.at.wide_integers:
             yield from self._narrowed(node, slots, kinds)
         if self._lacks(node, slots, kinds):
@@ -234,18 +233,14 @@ class _Fitting:
         def integers(slot: int) -> list[int] | None:
             return integers_in(self.e, self._value(node.input[slot])) if slot < len(node.input) else None
 
-        near_zero, results = partial(self._is_near_zero, node.input[0]), sum(map(bool, node.output))
-        call = Call(self.lowered.place, attributes_of(node), dtypes, shapes, results, integers, near_zero=near_zero)
-        fault = fault_of(full_type, call)
+        results, attrs = sum(map(bool, node.output)), attributes_of(node)
+        asked = {"inputs": node.input, "made_by": self._made_by}
+        fault = fault_of(full_type, Call(self.lowered.place, attrs, dtypes, shapes, results, integers, **asked))
         return fault if fault is not None and fault.around == "body" else None
 
-    def _is_near_zero(self, name: str) -> bool:
-        """Whether a tensor is another one less a slice of it."""
+    def _made_by(self, name: str) -> tuple[str, Sequence[str]] | None:
         made = self.makers.get(name)
-        taken = self.makers.get(made.input[1]) if made is not None and made.op_type == "Sub" else None
-        if made is None or taken is None:
-            return False
-        return taken.op_type == "Slice" and taken.input[0] == made.input[0]
+        return None if made is None else (full_name(made.op_type, made.domain), made.input)
 
     def _body(self, node: onnx.NodeProto) -> list[onnx.NodeProto] | None:
         """What stands for the node; None where nothing does."""

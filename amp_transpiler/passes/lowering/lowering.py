@@ -23,6 +23,7 @@ from amp_transpiler.passes.lowering.emission import emit
 from amp_transpiler.passes.lowering.fitting import fitted
 from amp_transpiler.passes.lowering.lowered import Lowered
 from amp_transpiler.passes.lowering.place import Place, arithmetic_of, check_place
+from amp_transpiler.passes.lowering.place_parts import DecomposeForPlace
 from amp_transpiler.passes.lowering.room_for_rows import RoomForRows
 from amp_transpiler.passes.lowering.wanted import WANTED, Cores, Wanted
 from amp_transpiler.passes.lowering.wide_products import widened
@@ -128,7 +129,7 @@ class Emit(Pass):
 def lowering(place: str) -> Pipeline:
     """The passes that make the model that ``place`` runs."""
     opset, expanded = RuntimeOpset(place), ExpandControlFlow(place)
-    straight = InlineFunctions(), DecomposeForRuntime(), opset, expanded, ExpandSequences()
+    straight = InlineFunctions(), DecomposeForRuntime(), opset, DecomposeForPlace(place), expanded, ExpandSequences()
     return Pipeline((*straight, MixedNorms(place), RoomForRows(), Emit(place)))
 
 

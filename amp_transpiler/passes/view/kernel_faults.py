@@ -14,7 +14,7 @@ from typing import Any
 import onnx
 
 from amp_transpiler.ir.infer import static
-from amp_transpiler.ir.nodes import Operator
+from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.opdef import lookup
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.ir.types import FLOATS, HALF, LIMITS
@@ -23,6 +23,7 @@ from amp_transpiler.ops.einsum import terms_of
 from amp_transpiler.ops.norm_parts import EPSILON
 from amp_transpiler.ops.window import window_by
 from amp_transpiler.passes.view import constants
+from amp_transpiler.passes.view.second_activations import MadeBy, behind_activation
 from amp_transpiler.passes.view.typing import Slots, declared, float_type, widened
 
 #: What is loaded and not run, and what is run as its graph, which is looked into.
@@ -41,7 +42,8 @@ _EPSILON = 1 / LIMITS["float16"].largest ** 2
 class Call:
     """What a kernel on a place of this kind is given: attributes, element types and shapes of its inputs, where they
     are known, how many results are wanted, the integers in an input where these are fixed, whether an operator made its
-    first input that is not read after it, and whether that is a tensor less a slice of it."""
+    first input that is not read after it, its inputs by any name, and the full type of what makes one of that name and
+    the names that it reads, None for none."""
 
     kind: str
     attrs: Mapping[str, Any]
@@ -50,7 +52,8 @@ class Call:
     results: int
     integers: Callable[[int], Sequence[int] | None] = lambda slot: None
     read_last: Callable[[], bool] = lambda: False
-    near_zero: Callable[[], bool] = lambda: False
+    inputs: Sequence[Any] = (None,)
+    made_by: MadeBy = lambda name: None
 
     @property
     def groups(self) -> int:
@@ -101,8 +104,13 @@ def _faults_at(kind: str, op: Operator, types: Callable[[Operator], Slots]) -> l
         data = None if variable is None else constants.content(variable)
         return None if data is None else [int(number) for number in as_array(data).reshape(-1)]
 
-    asked = partial(_read_last, op), partial(_is_near_zero, op)
-    return _faults_of(name, Call(kind, op.attrs, types(op).inputs, shapes, wanted, integers, *asked))
+    read_last = partial(_read_last, op)
+    call = Call(kind, op.attrs, types(op).inputs, shapes, wanted, integers, read_last, op.inputs, _made_by)
+    return _faults_of(name, call)
+
+
+def _made_by(read: Variable | None) -> tuple[str, Sequence[Variable | None]] | None:
+    return None if read is None or read.producer is None else (read.producer.full_type, read.producer.inputs)
 
 
 def _read_last(op: Operator) -> bool:
@@ -112,20 +120,6 @@ def _read_last(op: Operator) -> bool:
         return False
     readers = {reader for reader, _ in read.readers}
     return next((each for each in reversed(op.program.operators) if each in readers), None) is op
-
-
-def _is_near_zero(op: Operator) -> bool:
-    """Whether its first input is a tensor less a slice of it, cast or not."""
-    made = _maker(op, 0)
-    while made is not None and made.type == "Cast":
-        made = _maker(made, 0)
-    taken = _maker(made, 1) if made is not None and made.type == "Sub" else None
-    return made is not None and taken is not None and taken.type == "Slice" and taken.input(0) is made.input(0)
-
-
-def _maker(op: Operator, slot: int) -> Operator | None:
-    read = op.input(slot)
-    return None if read is None else read.producer
 
 
 def leaves(op: Operator, kind: str) -> str:
@@ -235,6 +229,22 @@ def _too_many_pieces(call: Call) -> bool:
     return call.results > (most or call.results)
 
 
+def _near_zero(call: Call) -> bool:
+    """Of a norm: its first input is a tensor less a slice of it, cast or not."""
+    made = call.made_by(call.inputs[0])
+    while made is not None and made[0] == "Cast":
+        made = call.made_by(made[1][0])
+    if made is None or made[0] != "Sub":
+        return False
+    whole, some = made[1]
+    taken = call.made_by(some)
+    return taken is not None and taken[0] == "Slice" and taken[1][0] == whole
+
+
+def _second_activation(call: Call) -> bool:
+    return call.dtypes[0] in FLOATS and behind_activation(call.inputs[0], call.made_by)
+
+
 def _vector(call: Call) -> bool:
     return any(shape is not None and len(shape) == 1 for shape in call.shapes)
 
@@ -325,7 +335,8 @@ _HOLDS: Mapping[str, Callable[[Call], bool]] = {
     "an input that nobody reads after it": lambda call: call.read_last(),
     "indices wanted": lambda call: call.results > 1,
     "floating-point numbers": lambda call: call.dtypes[0] in FLOATS,
-    "numbers far from zero": lambda call: call.dtypes[0] in FLOATS and not call.near_zero(),
+    "numbers far from zero": lambda call: call.dtypes[0] in FLOATS and not _near_zero(call),
+    "another activation of a convolution": _second_activation,
     "truth values chosen": lambda call: call.dtypes[1] == "bool",
     "two axes": lambda call: call.rank == 2,
     "three axes": lambda call: call.rank > 4,
