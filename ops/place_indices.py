@@ -171,7 +171,8 @@ def _hardmax(e: Emitter, op: Asked, x: Value) -> Sequence[Value] | None:
 def _eye_like(e: Emitter, op: Asked, x: Value) -> Sequence[Value] | None:
     if x.shape is None:
         return None
-    return [e.const(np.eye(*x.shape, int(op.attrs.get("k", 0))), op.results[0].dtype)]
+    rows, columns = x.shape
+    return [e.const(np.eye(rows, columns, int(op.attrs.get("k", 0))), op.results[0].dtype)]
 
 
 @body("GatherElements")
@@ -200,7 +201,7 @@ def _gather_nd(e: Emitter, op: Asked, x: Value, wide: Value) -> Sequence[Value] 
         return None
     if alike:  # the places of a batch are written before those in it
         lead = indices.shape[:alike]
-        numbers = np.stack(np.indices(lead), -1).reshape(*lead, *[1] * (len(indices.shape) - 1 - alike), alike)
+        numbers = np.moveaxis(np.indices(lead), 0, -1).reshape(*lead, *[1] * (len(indices.shape) - 1 - alike), alike)
         *tuples, width = indices.shape
         own = e.const(np.broadcast_to(numbers, (*tuples, alike)), "int32")
         indices = e.op("Concat", own, indices, axis=-1, shape=(*tuples, alike + width))
