@@ -27,8 +27,8 @@ def slope(
     made: Callable[[Variable], Variable], x: np.ndarray, dtype: str, place: str, pure: bool = True
 ) -> tuple[np.ndarray, list[str]]:
     """The gradient of the sum of what is made of a parameter, and the operators of the lowered program."""
-    amp.seed(3)
     main = amp.Program("main")
+    main.seed = main.startup.seed = 3
     sgd = amp.optimizer.SGD(1.0, multi_precision=True)
     if dtype != "float32":
         lists = amp.AutoMixedPrecisionLists(dtype=dtype)
