@@ -27,17 +27,18 @@ def slope(
     made: Callable[[Variable], Variable], x: np.ndarray, dtype: str, place: str, pure: bool = True
 ) -> tuple[np.ndarray, list[str]]:
     """The gradient of the sum of what is made of a parameter, and the operators of the lowered program."""
-    main = amp.Program("main")
-    main.seed = main.startup.seed = 3
+    startup = amp.Program("startup")
+    main = amp.Program("main", startup)
+    main.seed = startup.seed = 3
     sgd = amp.optimizer.SGD(1.0, multi_precision=True)
     if dtype != "float32":
         lists = amp.AutoMixedPrecisionLists(dtype=dtype)
         sgd = amp.decorate(sgd, lists, 1.0, use_pure_fp16=pure, use_fp16_guard=False, dtype=dtype)
-    with amp.program_guard(main, main.startup), amp.unique_name.guard():
+    with amp.program_guard(main, startup), amp.unique_name.guard():
         parameter = amp.create_parameter(x.shape, "float32", "x", amp.nn.initializer.Assign(x))
         ((_, grad),) = sgd.backward(F.sum(made(parameter)))
     scope, executor = amp.Scope(), amp.Executor()
-    executor.run(main.startup, scope=scope)
+    executor.run(startup, scope=scope)
     if dtype != "float32":
         sgd.amp_init(amp.CPUPlace(), scope=scope)
     lowered = lower(main, place, {}, [grad])
