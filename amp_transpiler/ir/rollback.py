@@ -32,7 +32,8 @@ def unchanged_on_error(*changed: object) -> Iterator[None]:
         unique_name.counters(),
         *(vars(each) for each in given if not isinstance(each, Graph)),
     ]
-    before = [{name: _copied(value) for name, value in table.items()} for table in tables]
+    # Copied first: threads that build without a guard share their counters, which may grow meanwhile.
+    before = [{name: _copied(value) for name, value in table.copy().items()} for table in tables]
 
     def restore() -> None:
         for snapshot in snapshots:
