@@ -60,8 +60,9 @@ def passed(scores: np.ndarray, dy: np.ndarray, axis: int) -> np.ndarray:
     return y * (dy - (y * dy).sum(axis, keepdims=True))
 
 
-def attention(length: int, dtype: str, rate: float) -> tuple[np.ndarray, Callable[[Variable], Variable]]:
-    """Queries, and sums of values that they weigh: keys and values have three times their spread in common."""
+def attention(length: int, dtype: str, rate: float) -> tuple[np.ndarray, Callable[[Variable], Variable], np.ndarray]:
+    """Queries, and sums of values that they weigh: keys and values have three times their spread in common. And what
+    the queries' gradient is without dropout, in float64."""
     rng = np.random.default_rng(0)
     size = (1, HEADS, length, WIDTH)
     q, k, v, do = (
@@ -75,16 +76,16 @@ def attention(length: int, dtype: str, rate: float) -> tuple[np.ndarray, Callabl
         weights = F.softmax(F.matmul(x, keys), axis=-1)
         return F.matmul(F.dropout(weights, rate) if rate else weights, values) * slopes
 
-    return q, made
+    q64, k64, v64, do64 = (array.astype(np.float64) for array in (q, k, v, do))
+    return q, made, passed(q64 @ k64.swapaxes(-1, -2), do64 @ v64.swapaxes(-1, -2), -1) @ k64
 
 
 @pytest.mark.parametrize("pure", [True, False], ids=["pure", "mixed"])
 @pytest.mark.parametrize("length", [40, 80])  # of so many places, the sums that are weighed are much shorter
 @pytest.mark.parametrize(("dtype", "place"), PLACES)
 def test_queries_learn_of_keys_and_values_that_are_alike(dtype: str, place: str, length: int, pure: bool) -> None:
-    q, made = attention(length, dtype, 0)
+    q, made, right = attention(length, dtype, 0)
     found, kinds = slope(made, q, dtype, place, pure)
-    right, _ = slope(made, q, "float32", "cpu")
     epsilon = float(ml_dtypes.finfo(dtype).eps)
     assert np.linalg.norm(found - right) < 4 * epsilon * np.linalg.norm(right)
     sums = place == "cuda"  # of rows, a product with ones each; or of rows of values, which are computed for it
@@ -97,7 +98,7 @@ def test_queries_learn_of_keys_and_values_that_are_alike(dtype: str, place: str,
 @pytest.mark.parametrize(("dtype", "place"), PLACES)
 def test_so_they_do_with_dropout(dtype: str, place: str, length: int, pure: bool) -> None:
     """Of what values have in common it keeps more in one place than in another; what a row is off by is alike."""
-    q, made = attention(length, dtype, 0.1)
+    q, made, _ = attention(length, dtype, 0.1)
     found, _ = slope(made, q, dtype, place, pure)
     right, _ = slope(made, q, "float32", "cpu")
     epsilon = float(ml_dtypes.finfo(dtype).eps)
