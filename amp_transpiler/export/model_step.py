@@ -11,7 +11,7 @@ import numpy as np
 
 from amp_transpiler.errors import ArgumentError
 from amp_transpiler.export.folder import checked_folder
-from amp_transpiler.finetune.batch import fixed_batch, freed
+from amp_transpiler.finetune.batch import fixed_batch, freed, with_hidden_batch
 from amp_transpiler.finetune.checks import remarks
 from amp_transpiler.finetune.options import FitOptions, options_of
 from amp_transpiler.finetune.programs import Programs, refuse_label
@@ -91,19 +91,25 @@ def _with_batch(program: Program, shapes: Mapping[str, Sequence[int]], options: 
     What the freed program gives is compared with what it gave before, on made-up samples.
     """
     fed = [v for v in program.inputs if v.readers and v.shape and v.name not in options.values]
+
+    def samples(count: int) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng(0)
+        made = {v.name: rng.standard_normal((count, *_fixed(v)[1:])) for v in fed}
+        return {
+            v.name: made[v.name].astype(numpy_dtype(str(v.dtype)))
+            if v.dtype in FLOATS
+            else np.zeros_like(made[v.name], str(v.dtype))
+            for v in fed
+        }
+
+    if fixed_batch(fed) is None:
+        program = with_hidden_batch(program, fed, samples, options.values)
+        fed = [program.var(v.name) for v in fed]
     batch = fixed_batch(fed)
     given = {v.name: tuple(shapes[v.name]) for v in fed if v.name in shapes}
     if batch is None or all(shape[:1] == (batch,) for shape in given.values()):
         return program
-    rng = np.random.default_rng(0)
-    made = {v.name: rng.standard_normal((batch + 1, *_fixed(v)[1:])) for v in fed}
-    samples = {
-        v.name: made[v.name].astype(numpy_dtype(str(v.dtype)))
-        if v.dtype in FLOATS
-        else np.zeros_like(made[v.name], str(v.dtype))
-        for v in fed
-    }
-    found = freed(program, fed, samples, options.values)
+    found = freed(program, fed, samples(batch + 1), options.values)
     if isinstance(found, str):
         raise ArgumentError(
             f"the model was exported with a fixed batch of {batch}, which stays: {found}. Give that, or "

@@ -7,7 +7,7 @@ model has to give for a larger batch what the model gave for its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,44 @@ def fixed_batch(inputs: list[Variable]) -> int | None:
     return next((v.shape[0] for v in inputs if v.shape and isinstance(v.shape[0], int)), None)
 
 
+def with_hidden_batch(
+    program: Program,
+    inputs: list[Variable],
+    rows: Callable[[int], Mapping[str, np.ndarray]],
+    values: Mapping[str, Any] | None = None,
+) -> Program:
+    """The program, its inputs fixed to the batch that constant shapes inside of it have, where they say an open one.
+
+    So are files whose inputs were renamed alone. ``rows`` gives so many samples for the inputs; the program is run
+    where such a shape makes it doubtful, and stays as it is where it takes a batch that no shape has.
+    """
+    found = {
+        int(target[0])
+        for op in _reached(inputs)
+        if op.full_type == "Reshape" and (target := constant_array(op.inputs[1])) is not None and target[:1] > 0
+    }
+    others = _of_others(program, values)
+
+    def passes(batch: int) -> bool:
+        try:
+            _run(program, {**rows(batch), **others})
+        except AmpError:
+            return False
+        return True
+
+    if not found or passes(max(found) + 1):
+        return program
+    hidden = next((batch for batch in sorted(found) if passes(batch)), None)
+    if hidden is None:
+        return program
+    model = program.to_onnx(external_data=False)
+    names = {v.name for v in inputs}
+    for value in model.graph.input:
+        if value.name in names:
+            value.type.tensor_type.shape.dim[0].dim_value = hidden
+    return Program.from_onnx(model, name=program.name)
+
+
 def freed(
     program: Program, inputs: list[Variable], feed: Mapping[str, np.ndarray], values: Mapping[str, Any] | None = None
 ) -> Program | str:
@@ -48,11 +86,7 @@ def freed(
     ``inputs`` are those that are fed samples, all of one fixed batch; ``feed`` has one sample more than that for each.
     ``values`` are those of other inputs.
     """
-    others = {
-        v.name: np.asarray(values[v.name], numpy_dtype(str(v.dtype)))
-        for v in program.inputs
-        if values and v.name in values
-    }
+    others = _of_others(program, values)
     plain = _with_known_shapes(program, inputs)
     model = plain.to_onnx(external_data=False)
     names = {v.name for v in inputs}
@@ -91,6 +125,14 @@ def freed(
         if expected is None or expected.shape != found.shape or not _near(found, expected):
             return f"output '{out.name}' of a larger batch is not what the samples give by themselves"
     return free
+
+
+def _of_others(program: Program, values: Mapping[str, Any] | None) -> dict[str, np.ndarray]:
+    return {
+        v.name: np.asarray(values[v.name], numpy_dtype(str(v.dtype)))
+        for v in program.inputs
+        if values and v.name in values
+    }
 
 
 def _with_known_shapes(program: Program, inputs: list[Variable]) -> Program:

@@ -14,7 +14,7 @@ from amp_transpiler.distributed import all_gather_object, rank, world_size
 from amp_transpiler.errors import ArgumentError, DistributedError, FeedError
 from amp_transpiler.files import stamp
 from amp_transpiler.finetune import resume
-from amp_transpiler.finetune.batch import fixed_batch, freed
+from amp_transpiler.finetune.batch import fixed_batch, freed, with_hidden_batch
 from amp_transpiler.finetune.best_epoch import best_epoch, stops
 from amp_transpiler.finetune.data import (
     Samples,
@@ -113,6 +113,21 @@ class Run:
     ) -> tuple[Program, int, bool]:
         """The program, the batch, and whether the model fixes it."""
         options, wanted = self.options, self.options.batch_size
+
+        def rows(count: int) -> dict[str, np.ndarray]:
+            found = {}
+            for variable in fed:
+                check_has_samples(variable)
+                array = as_ranked(arrays[variable.name], variable.shape)
+                if not array.ndim or not len(array):
+                    raise FeedError(f"{what}: array '{variable.name}' holds no samples")
+                chosen = np.ascontiguousarray(array[np.arange(count) % len(array)])
+                found[variable.name] = as_declared(chosen, str(variable.dtype), f"{what}: array '{variable.name}'")
+            return found
+
+        if fixed_batch(fed) is None:
+            program = with_hidden_batch(program, fed, rows, options.values)
+            fed = [program.var(v.name) for v in fed]
         fixed = fixed_batch(fed)
         if fixed is None:
             return program, wanted or _BATCH, False
@@ -123,15 +138,7 @@ class Run:
                 f"{exported}, and is trained in batches of {fixed}; {larger}, say, frees it where its operators let it"
             )
             return program, fixed, True
-        rows = {}
-        for variable in fed:
-            check_has_samples(variable)
-            array = as_ranked(arrays[variable.name], variable.shape)
-            if not array.ndim or not len(array):
-                raise FeedError(f"{what}: array '{variable.name}' holds no samples")
-            chosen = np.ascontiguousarray(array[np.arange(fixed + 1) % len(array)])
-            rows[variable.name] = as_declared(chosen, str(variable.dtype), f"{what}: array '{variable.name}'")
-        result = freed(program, fed, rows, options.values)
+        result = freed(program, fed, rows(fixed + 1), options.values)
         if isinstance(result, Program):
             self.tell(f"{exported}: freed of it, and so will be what is written (tried on samples of the data)")
             return result, wanted, False

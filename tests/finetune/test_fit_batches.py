@@ -86,6 +86,18 @@ def test_a_fixed_batch_is_named_and_freed_on_request(name: str, tmp_path: Path) 
     )
 
 
+@pytest.mark.parametrize("outputs", [False, True], ids=["inputs", "inputs and outputs"])
+def test_a_batch_that_is_renamed_on_the_outside_alone_is_found_inside(outputs: bool, tmp_path: Path) -> None:
+    renamed, data = exported("encoder_dynamo_batch1"), samples("encoder_dynamo_batch1", 37)
+    for value in [*renamed.graph.input, *(renamed.graph.output if outputs else [])]:
+        value.type.tensor_type.shape.dim[0].dim_param = "N"
+    told: list[str] = []
+    amp.fit(renamed, tmp_path / "many.onnx", data=data, say=told.append, **FAST)
+    assert any("fixed batch of 1: freed of it" in line for line in told)
+    amp.fit(exported("encoder_dynamo_batch1"), tmp_path / "same.onnx", data=data, **FAST)
+    np.testing.assert_array_equal(scores(tmp_path / "many.onnx", data), scores(tmp_path / "same.onnx", data))
+
+
 def test_a_batch_that_cannot_be_freed_is_an_error_that_says_why(tmp_path: Path) -> None:
     model = onnx.parser.parse_model(
         '<ir_version: 10, opset_import: ["" : 21]>\nnet (float[2, 4] x) => (float[2, 3] y) '
