@@ -49,6 +49,7 @@ class PlaceTraits:
     flat_fewest: int
     flat_largest: int
     chunks: tuple[tuple[int, int, int], ...]
+    rounds_once: tuple[str, ...]
     over_first: tuple[str, ...]
 
     @property

@@ -20,10 +20,10 @@ from amp_transpiler.ops.gpu_kernels import (
     of_apart,
     plus_rows,
     remember_balanced,
-    rounded_once,
     sums_of_rows,
     weighed_sums,
 )
+from amp_transpiler.ops.looked_up import is_looked_up, rounded_once
 from amp_transpiler.ops.pool import through_maxima
 from amp_transpiler.ops.training.random import kept_of
 
@@ -141,7 +141,7 @@ def softsign(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
 def gelu(e: Emitter, op: Operator, x: Value, dy: Value) -> Grads:
     """In 16-bit steps the slope would lose three times what one rounding does, and half of its digits below -2."""
     tanh = op.attrs.get("approximate", "none") == "tanh"
-    if e.at.fused and x.dtype not in HALF:
+    if e.at.fused and not is_looked_up(e, x):
         return [(_gelu_tanh_gradient if tanh else _gelu_gradient)(e, x, dy)]
     return [e.Mul(dy, rounded_once(e, _gelu_tanh_slope if tanh else _gelu_slope, x, 7.0))]
 

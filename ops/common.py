@@ -163,6 +163,13 @@ def unviewed(e: Emitter, value: Value) -> Value:
     return value
 
 
+def unwidened(e: Emitter, value: Value) -> Value:
+    """The 16-bit tensor that an fp32 one was cast from; else the value."""
+    maker = e.makers.get(value.name)
+    source = None if maker is None or maker.type != "Cast" or value.dtype != "float32" else maker.inputs[0]
+    return value if source is None or source.dtype not in HALF else source
+
+
 def comparable(e: Emitter, value: Value) -> Value:
     """``value`` in a type that CUDA compares: it has no kernels of comparisons for bfloat16."""
     return e.f32(value) if value.dtype == "bfloat16" else value

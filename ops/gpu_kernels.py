@@ -6,21 +6,14 @@ Each moves fewer bytes than the standard operators that do the same, and rounds 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import cache
-from typing import Any
 
 import numpy as np
-import onnx
 
 from amp_transpiler.ir.contrib_types import DOMAIN
 from amp_transpiler.ir.emitter import Emitter, Value
-from amp_transpiler.ir.evaluation import evaluated
-from amp_transpiler.ir.types import HALF, LIMITS, ONNX_TYPES
+from amp_transpiler.ir.types import HALF
 from amp_transpiler.ops.common import exchanged, multiple, number_of, once, size_of, times
 
-#: A function of one number, elementwise, as a rule writes it.
-Function = Callable[[Emitter, Value], Value]
 #: Numbers of 16 bit that tensor cores take at once.
 AT_ONCE = 8
 
@@ -363,37 +356,3 @@ def column_product(e: Emitter, narrow: Value, wide: Value) -> Value:
         shape=(rows, 1),
     )
     return e.reshape(mixed, shape)
-
-
-def rounded_once(e: Emitter, function: Function, x: Value, reach: float) -> Value:
-    """``function(x)`` as if computed in fp32, in the type of X.
-
-    On GPU places a 16-bit value is looked up in a table with 16-bit entries: four passes, where ten or more would each
-    round. The function must be constant, to 16 bit, beyond -``reach`` and ``reach``. The steps of the table are powers
-    of two, so that no 16-bit number above 1/8 falls between two entries; below, it takes the one nearer to 0.
-    """
-    if not e.at.fused or x.dtype not in HALF:
-        return e.cast(function(e, e.f32(x)), x.dtype)
-    steps = 2.0 ** math.floor(math.log2(LIMITS["float16"].largest / reach))
-    end = e.like(reach * steps, x)
-    place = e.Mul(x, e.like(steps, x))
-    if x.dtype == "bfloat16":  # CUDA has no kernel of Clip
-        place = e.Max(e.Min(place, end), e.like(-reach * steps, x))
-    else:
-        place = e.Clip(place, e.like(-reach * steps, x), end)
-    table = e.const(_table(function, reach, steps), x.dtype)
-    return e.Gather(table, e.cast(place, "int32"), shape=x.shape)
-
-
-@cache
-def _table(function: Function, reach: float, steps: float) -> np.ndarray[Any, Any]:
-    """The function at 0, 1 / steps, … reach, and then at -reach … -1 / steps: where negative indices find them."""
-    e, count = Emitter(), int(reach * steps)
-    x = Value("x", "float64", (2 * count + 1,))
-    y = function(e, x)
-    kind = ONNX_TYPES[x.dtype]
-    given, made = (onnx.helper.make_tensor_value_info(v.name, kind, x.shape) for v in (x, y))
-    graph = onnx.helper.make_graph(e.nodes, "table", [given], [made], list(e.initializers.values()))
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", e.opset)])
-    at = np.concatenate([np.arange(count + 1), np.arange(-count, 0)]) / steps
-    return evaluated(model, {"x": at})

@@ -11,7 +11,7 @@ from amp_transpiler.ir.metadata import LENGTH
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.opdef import gradient, no_gradient, range_rule, traits
 from amp_transpiler.ops.common import Grads, comparable, pointwise
-from amp_transpiler.ops.gpu_kernels import rounded_once
+from amp_transpiler.ops.looked_up import rounded_once
 
 pointwise(
     "x0 dy0",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from amp_transpiler.ops.common import grouped, once, pieces, unviewed
 _FEW = 2**18
 #: Elements from which on moving them once more costs more than launching a kernel.
 _MUCH = 2**20
+#: States of one length from which on they are cast together where a Split makes pieces of one length alone.
+_MANY = 4
 #: Operators that make zeros of zeros, by which of their inputs are as large as what they make.
 _KEEPS_ZEROS = {
     "Cast": ([True],),
@@ -176,11 +179,14 @@ def parts(e: Emitter, rows: Rows, value: Value) -> list[Value]:
 
 def state_as(e: Emitter, value: Value, dtype: str) -> Value:
     """A state in another element type. The vectors of a flat state are cast together, or all that is in it; where a
-    Split makes pieces of one length alone, the small ones."""
+    Split makes pieces of one length alone, the small ones of a length that many have: taking them apart takes a Slice
+    and a Split for each length."""
     key, lies = f"{value.name} as {dtype}", e.shared.get(_lies_with(value), ())
     if value.dtype != dtype and key not in e.shared:
         if e.at.by_address:
-            lies = tuple(v for v in _by_size(lies) if math.prod(_size(v)) <= _FEW)
+            lengths = Counter(math.prod(_size(v)) for v in lies)
+            some = {length for length, count in lengths.items() if length <= _FEW and count >= _MANY}
+            lies = tuple(v for v in _by_size(lies) if math.prod(_size(v)) in some)
         rows = Rows(tuple(range(len(lies))), tuple(v.shape or () for v in lies))
         if value not in lies:
             return e.cast(value, dtype)

@@ -25,7 +25,7 @@ from amp_transpiler.ir.emitter import Emitter, Value
 from amp_transpiler.ir.nodes import Operator, Types
 from amp_transpiler.ir.opdef import lowering_rule, own
 from amp_transpiler.ir.slots import Slots
-from amp_transpiler.ops.common import once
+from amp_transpiler.ops.common import once, unwidened
 from amp_transpiler.ops.row_sums import remember_rows
 from amp_transpiler.ops.training.all_reduce import ALL_REDUCE
 from amp_transpiler.ops.training.exchange import exchanged
@@ -55,6 +55,8 @@ RULE: dict[str, float | int | bool] = {
 #: Elements of gradients that are worth the small operators which spare a pass over them. Of larger ones that lie in no
 #: flat tensor a copy fits better into memory, where the product that made them has been.
 _LARGE = range(2**17, 2**19)
+#: Elements of gradients up to which those small operators cost more than what they spare.
+_FEW = 2**18
 #: Elements in a row from which on the kernel that adds a product is faster than two.
 _LONG = 16
 
@@ -167,8 +169,9 @@ def _check_finite_and_unscale(e: Emitter, op: Operator, scale: Value, *grads: Va
     Of fp16 gradients in a flat tensor, and of large ones on CPU, the mean of the scaled ones is looked at, with the
     inverse scale beside it. The mean is finite where they are: their sum in fp32, inside the kernel, stays below 2**16
     times their number. An unscaled one is finite then unless the inverse is above 2**111, which counts as infinite.
-    Updates take them as they were: in fp32 their squares are finite too, as those of scaled fp32 ones need not be. Of a
-    table of which few rows were looked up it is the sum of these: elsewhere the gradient is zero, and is not made.
+    Updates take them as they were: in fp32 their squares are finite too, as those of scaled fp32 ones need not be.
+    Those of a mixed program, fp16 ones that were widened, are looked at as they were before. Of a table of which few
+    rows were looked up it is the sum of these: elsewhere the gradient is zero, and is not made.
 
     Where each rank looks at gradients of its own (``over_ranks``), found_inf is that of any.
 
@@ -183,8 +186,9 @@ def _check_finite_and_unscale(e: Emitter, op: Operator, scale: Value, *grads: Va
     one_rank = inverse
     for rows in sorted(rows_of(e, op, len(grads)), key=lambda rows: rows.size if rows.chunks == 1 else 0):
         given, inverse = without_remaining(e, [grads[number] for number in rows.numbers], one_rank)
-        raw = joined(e, rows, given)
-        wide = e.cast(raw, master_type(raw.dtype))
+        whole = joined(e, rows, given)
+        raw = unwidened(e, whole) if math.prod(whole.shape or ()) > _FEW else whole
+        wide = e.cast(whole, master_type(whole.dtype))
         new = e.op("Mul", wide, e.cast(inverse, wide.dtype), shape=wide.shape)
         large = e.at.host and math.prod(raw.shape or ()) in _LARGE
         found = few_rows(e, given[0], rows.chunks)

@@ -6,7 +6,7 @@ from typing import Any
 
 from amp_transpiler.ir.nodes import Operator
 from amp_transpiler.ir.types import HALF, ONNX_TYPES
-from amp_transpiler.ops.common import multiple, times
+from amp_transpiler.ops.common import multiple, times, unwidened
 from amp_transpiler.ops.gpu_kernels import transposed, untransposed
 from amp_transpiler.ops.training.rows import state_as
 from amp_transpiler.passes.lowering.emulated_storage import EmulatedStorage
@@ -23,6 +23,8 @@ def emit_cast(storage: EmulatedStorage, op: Operator) -> None:
     elif target.dtype in HALF and storage.cpu:
         kept = target.name in storage.keep_fp32
         made = e.cast(value, "float32") if kept else e.stored(value, target.dtype)
+    elif unwidened(e, value).dtype == target.dtype:
+        made = unwidened(e, value)
     elif target.dtype in HALF:
         base, factor = multiple(e, value)
         if factor != 1 and e.at.fused and storage.trains and read_by_products(target):

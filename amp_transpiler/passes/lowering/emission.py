@@ -56,6 +56,7 @@ from amp_transpiler.passes.lowering.lowered import (
     row,
 )
 from amp_transpiler.passes.lowering.multiples import emit_multiple
+from amp_transpiler.passes.lowering.narrow_kernels import emit_narrow, narrow_kernels
 from amp_transpiler.passes.lowering.node_order import arranged
 from amp_transpiler.passes.lowering.own_rows import left_to_others, met_at
 from amp_transpiler.passes.lowering.rule_results import check_results
@@ -110,6 +111,7 @@ class _Emission(EmulatedStorage):
         self.layout = flat_layout(self.order, self.updates, self.shapes, place, self.left, wanted.cores)
         self.e.rows, self.e.together = self.layout.rows, drawn_together(self.order)
         self.biased = biased_products(self.order, place, wanted.keep_fp32, self.fetches)
+        self.narrow = narrow_kernels(self.order, self.e.at, targets)
         self.sums = running_sums(self.order, place, wanted.keep_fp32, self.fetches)
         self.domains = {"": self.e.opset}
 
@@ -227,7 +229,8 @@ class _Emission(EmulatedStorage):
         elif lowering_rule_of(op, self.e.at) is None or self.unsized(op) or not self._body(op):
             if op.domain == OWN:
                 raise GraphError(f"operator '{op.label}' ({op.full_type}) has no lowering rule; it cannot be run")
-            if not (emit_biased(self, self.biased.get(op), op) or any(emit(self, op) for emit in _INSTEAD)):
+            special = emit_biased(self, self.biased.get(op), op) or emit_narrow(self, op, self.narrow)
+            if not (special or any(emit(self, op) for emit in _INSTEAD)):
                 self._standard(op)
 
     def _body(self, op: Operator) -> bool:
