@@ -143,8 +143,12 @@ def test_what_is_no_product_is_named(held: str, told: str) -> None:
 
 def test_an_open_length_says_how_to_fix_it() -> None:
     """As FNet has it: a transform along the tokens of a text."""
-    text = "net (float[2,n,4,1] x) => (float[2,n,4,2] y) <int64 along = {1}> { t = Transpose <perm = [0, 1, 3, 2]> (x) m = MatMul (t, w) p = Transpose <perm = [0, 1, 3, 2]> (m) y = DFT (p, none, along) }"
-    made = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["" : 20]> {text}'.replace("none", '""'))
+    text = """<ir_version: 9, opset_import: ["" : 20]>
+    net (float[2,n,4,1] x) => (float[2,n,4,2] y) <int64 along = {1}> {
+      t = Transpose <perm = [0, 1, 3, 2]> (x)  m = MatMul (t, w)  p = Transpose <perm = [0, 1, 3, 2]> (m)
+      y = DFT (p, "", along)
+    }"""
+    made = onnx.parser.parse_model(text)
     made.graph.initializer.append(numpy_helper.from_array(np.eye(4, dtype=np.float32) + 0.5, "w"))
 
     def differentiated(**options: Any) -> None:
