@@ -40,7 +40,7 @@ def fixed_size(d: Parts, x: Variable, axis: int, what: str) -> int:
     """The size of X along an axis, which is ``what`` of it; an error where it is not known."""
     size = d.size(x, axis)
     if size is None:
-        raise d.error(f"the {what} of '{x.name}' is not fixed")
+        raise d.open_size(f"the {what} of '{x.name}'")
     return size
 
 

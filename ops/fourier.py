@@ -30,7 +30,7 @@ def dft(d: Parts, op: Operator, x: Variable, length: Maybe = None, axis: Maybe =
     at = (-2 if axis is None else _number(d, axis, "axis")) % rank
     samples, parts = d.size(x, at), d.size(x, rank - 1)
     if samples is None or parts is None:
-        raise d.error(f"of '{x.name}' the axis that it transforms, or the last one, has no fixed size")
+        raise d.open_size(f"the size of '{x.name}' along the axis that is transformed, or along the last,")
     whole = 2 * (samples - 1) if back and one_sided else samples
     whole = whole if length is None else _number(d, length, "dft_length")
     read = whole // 2 + 1 if back and one_sided else whole
@@ -55,7 +55,7 @@ def stft(
     size = _number(d, length, "frame_length") if length is not None else size
     parts = 1 if d.rank(x) == 2 else d.size(x, 2)
     if size is None or parts is None:
-        raise d.error("the length of its frames, or the last axis of its signal, has no fixed size")
+        raise d.open_size("the length of its frames, or the last axis of its signal,")
     matrix = _matrix(d, size, size, False, bool(d.whole("onesided", 1)))[:, :parts]
     frequencies = matrix.shape[2]
     with d.fp32(Kind.FOURIER):

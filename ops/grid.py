@@ -263,7 +263,7 @@ def affine_grid(d: Parts, op: Operator, theta: Variable, size: Variable) -> list
         raise d.error("the size of its grid is not known")
     sizes = [d.size(y, 1 + axis) for axis in range(rank)] if known is None else [int(n) for n in known[2:]]
     if None in sizes:
-        raise d.error("the size of its grid is not fixed")
+        raise d.open_size("the size of its grid")
     ends = d.whole("align_corners", 0)
     axes = [np.linspace(-1, 1, n) if ends else (2 * np.arange(n) + 1) / n - 1 for n in sizes if n is not None]
     places = np.stack([*reversed(np.meshgrid(*axes, indexing="ij")), np.ones([len(axis) for axis in axes])], -1)

@@ -75,9 +75,7 @@ def linear_attention(
         raise d.error(f"its state_window is {d.whole('state_window', 0)}")
     length = d.size(q, 1)
     if length is None:
-        raise d.error(
-            f"the length of '{q.name}' is not fixed (amp.prepare_training(program, feed_shapes=...) fixes it)"
-        )
+        raise d.open_size(f"the length of '{q.name}'")
     dtype, shared = q.dtype, d.whole("kv_num_heads", 0)
     with d.fp32(Kind.RECURRENT):
         heads = [d.whole("q_num_heads", 0), shared, shared, shared]

@@ -125,7 +125,8 @@ def prepare_training(
     beside it, as a trained model in 16 bit has it, takes its scale and variance itself again.
     RMS norms, SiLUs and rotary positions are those which onnxruntime has at every opset (SimplifiedLayerNormalization,
     QuickGelu, RotaryEmbedding); what is saved for inference has them written out. What exports of attention put in the
-    place of NaN goes where no mask can make one: NaN of the scores would be hidden from the loss scaling.
+    place of NaN is put in the place of rows that a mask forbids altogether, whose gradient is 0, and goes where there
+    are none: NaN of the scores would be hidden from the loss scaling.
     Weights that pass a QuantizeLinear and a DequantizeLinear train; those that are stored as integers do not.
     BatchNormalization and Dropout train, an If on a constant is inlined, a loop over bags of rows (EmbeddingBag) is
     operators over all of them, other loops of known length are unrolled, what is computed of constants and of declared

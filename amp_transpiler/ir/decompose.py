@@ -163,6 +163,10 @@ class Parts:
             "again without this operator"
         )
 
+    def open_size(self, what: str) -> GraphError:
+        """What to raise where a size that the entry needs is not known before the run."""
+        return self.error(f"{what} is not fixed (amp.prepare_training(program, feed_shapes=...) fixes it)")
+
     def _name(self, hint: str) -> str:
         self._count += 1
         return self.program.unique(f"{self.prefix}/{hint}_{self._count}")

@@ -139,3 +139,24 @@ def test_what_is_no_product_is_named(held: str, told: str) -> None:
     amp.prepare_training(program)
     with amp.program_guard(program, program.startup), pytest.raises(GradientError, match=f"{told}.*register a rule"):
         amp.append_backward(F.mean(program.outputs[0]))
+
+
+def test_an_open_length_says_how_to_fix_it() -> None:
+    """As FNet has it: a transform along the tokens of a text."""
+    text = """<ir_version: 9, opset_import: ["" : 20]>
+    net (float[2,n,4,1] x) => (float[2,n,4,2] y) <int64 along = {1}> {
+      t = Transpose <perm = [0, 1, 3, 2]> (x)  m = MatMul (t, w)  p = Transpose <perm = [0, 1, 3, 2]> (m)
+      y = DFT (p, "", along)
+    }"""
+    made = onnx.parser.parse_model(text)
+    made.graph.initializer.append(numpy_helper.from_array(np.eye(4, dtype=np.float32) + 0.5, "w"))
+
+    def differentiated(**options: Any) -> None:
+        program = amp.Program.from_onnx(made)
+        amp.prepare_training(program, **options)
+        with amp.program_guard(program, program.startup):
+            amp.append_backward(F.mean(program.outputs[0]))
+
+    with pytest.raises(GradientError, match=r"size of 'p' along .* is not fixed .*prepare_training.*feed_shapes"):
+        differentiated()
+    differentiated(feed_shapes={"x": [2, 6, 4, 1]})

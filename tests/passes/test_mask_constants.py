@@ -9,6 +9,7 @@ import pytest
 import amp_transpiler as amp
 from amp_transpiler.ir.tensors import as_array
 from amp_transpiler.nn import functional as F
+from amp_transpiler.passes.numerics.mask_constants import saturate_masks
 
 HEAD = """<ir_version: 8, opset_import: ["" : 17]>
 net (float[3,6,4] x, int64[3,6] mask) => (float[3,6,4] y)
@@ -128,13 +129,41 @@ def test_only_masks_are_changed() -> None:
       y = Where(seen, x, low)
     }"""
     program = amp.Program.from_onnx(onnx.parser.parse_model(text))
-    amp.rewrite_program(program)
+    assert [v.name for v in saturate_masks(program, "float16")] == ["mask"]
     read = {name: np.ravel(as_array(program.var(name).data)) for name in ("mask", "low", "minus")}
     assert read["mask"] == [-32752] and read["low"] == np.float32(-1e5)
     assert read["minus"].tolist() == [-np.inf, 0, -2, -3]
     before = program.to_onnx().SerializeToString()
-    amp.rewrite_program(program)
+    assert not saturate_masks(program, "float16")
     assert program.to_onnx().SerializeToString() == before
+
+
+@pytest.mark.parametrize("fp32", [True, False])
+def test_a_mask_that_stays_fp32_keeps_its_number(fp32: bool) -> None:
+    """A row of which every place is masked is their mean: scores of fp32 vanish beside -3.4e38, but not -32752."""
+    program = exported("where")
+    lists = amp.AutoMixedPrecisionLists(custom_black_list=["Add"] if fp32 else None)
+    reference = executed(exported("where"))
+    amp.rewrite_program(program, lists)
+    (added,) = (op for op in program.operators if op.type == "Add")
+    assert {v.dtype for v in added.inputs if v is not None} == {"float32" if fp32 else "float16"}
+    low = min(v for op in program.operators if op.type == "Where" for v in numbers(op))
+    assert low == np.float32(-3.4028235e38 if fp32 else -32752)
+    np.testing.assert_allclose(executed(program), reference, rtol=5e-3, atol=5e-3)
+
+
+def numbers(op: amp.Operator) -> list[float]:
+    return [float(as_array(v.data)) for v in op.inputs if v is not None and v.data is not None]
+
+
+def executed(program: amp.Program) -> np.ndarray:
+    """What it makes of a sample, where all is masked in a row."""
+    mask = np.ones((3, 6), np.int64)
+    mask[0] = 0
+    feed = {"x": np.random.default_rng(2).normal(0, 0.4, (3, 6, 4)).astype(np.float32), "mask": mask}
+    executor, scope = amp.Executor(), amp.Scope()
+    executor.run(program.startup, scope=scope)
+    return np.asarray(executor.run(program, feed, [program.outputs[0]], scope)[0])
 
 
 def folded(combined: np.ndarray) -> amp.Program:

@@ -1,19 +1,21 @@
 """What exports of attention put in the place of rows that a softmax made NaN: 0, where a mask forbids all of them.
 
 Where every score is the sum of a product and of finite numbers, as those are that exporters mask with, no row is NaN
-unless the scores are: what selects then hides what training has to see, as it does in PyTorch. Elsewhere one number of
-each row is asked: all of them come to be NaN at once, since they have the sum of all for their divisor.
+unless the scores are: what selects then hides what training has to see, as it does in PyTorch. Elsewhere a row is
+forbidden where all that masks it is -inf, and such a row of the mask becomes 0 before the softmax: of a row of NaN the
+gradient is NaN, also where nothing of it counts. PyTorch, whose gradient of that row is 0, asks the same.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from amp_transpiler.ir.decompose import Parts
 from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import one_element
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.tensors import as_array
-from amp_transpiler.passes.canonicalize.matching import computed, drop_unread
+from amp_transpiler.passes.canonicalize.matching import drop_unread, maker, only_reader, sides
 from amp_transpiler.passes.view.constants import content
 from amp_transpiler.passes.view.of_type import of_type
 
@@ -24,16 +26,15 @@ _FINITE_OF_ALL = frozenset({"Add", "Mul", "Sub", "Where"})
 _SCORES = frozenset({"Einsum", "Gemm", "MatMul"})
 #: Operators that are looked at to show that scores are finite.
 _STEPS = 12
-#: The bounds of the Slice that takes the first number of each row.
-_FIRST = (("start", 0), ("end", 1), ("axis", -1))
 
 
 def free_nan_rows(program: Graph) -> list[str]:
-    """Let no selection hide NaN of scores, and an IsNaN look at one number of each row of a softmax; in place.
+    """Let no selection hide NaN of scores, and rows of a softmax be 0 where they are masked, never NaN; in place.
 
     For programs of opset 13 or later, whose softmax is along one axis.
     """
-    freed = asked = 0
+    freed = masked = 0
+    known: dict[Variable, tuple[Variable, Variable]] = {}
     for op in of_type(program, "IsNaN"):
         rows, made = op.inputs[0], op.outputs[0]
         softmax = None if rows is None or made is None or made in program.outputs else _softmax(rows)
@@ -43,10 +44,10 @@ def free_nan_rows(program: Graph) -> list[str]:
             _free(op, rows)
             freed += 1
         else:
-            _ask_first(op, rows)
-            asked += 1
+            _ask_mask(op, *_masked_by(softmax), known)
+            masked += 1
     notes = [f"{freed} times NaN of attention's scores is no longer taken for a row that is masked"] if freed else []
-    return notes + ([f"{asked} times a softmax is asked for NaN by one number of a row"] if asked else [])
+    return notes + ([f"{masked} times a softmax is told before which of its rows are masked"] if masked else [])
 
 
 def _softmax(rows: Variable) -> Operator | None:
@@ -99,10 +100,29 @@ def _free(op: Operator, rows: Variable) -> None:
     program.remove_variable(made)
 
 
-def _ask_first(op: Operator, rows: Variable) -> None:
-    program, shape = op.program, (*(rows.shape or ())[:-1], 1)
-    asked = op.outputs[0]
-    assert asked is not None
-    bounds = [program.add_constant(f"{rows.name}.{name}", np.array([n])) for name, n in _FIRST]
-    op.set_input(0, computed(op, "Slice", [rows, *bounds], f"{rows.name}.tmp", shape))
-    asked.shape = shape
+def _masked_by(softmax: Operator) -> tuple[Operator, int]:
+    """Where infinities come to a softmax: the operator that reads them, and its slot. A mask, beside finite scores."""
+    x = softmax.inputs[0]
+    added, width = maker(x, "Add"), None if x is None else x.shape and x.shape[-1]
+    if added is not None and only_reader(x) is softmax:
+        for slot, (mask, scores) in enumerate(sides(added)):
+            if mask is not None and mask.shape and mask.shape[-1] == width is not None and _is_finite(scores, _STEPS):
+                return added, slot
+    return softmax, 0
+
+
+def _ask_mask(op: Operator, reader: Operator, slot: int, known: dict[Variable, tuple[Variable, Variable]]) -> None:
+    """Rows are forbidden where all is -inf; NaN is not. Of a maximum, NaN would be passed over on the CPU."""
+    program, made, mask = op.program, op.output(0), reader.input(slot)
+    assert made is not None and mask is not None
+    if mask not in known:
+        d = Parts(reader)
+        hidden = d.cast(d.Equal(mask, d.const(-np.inf, mask.dtype)), "int32")
+        blind = d.cast(d.ReduceMin(hidden, d.const(np.array([-1])), keepdims=1), "bool")
+        known[mask] = blind, d.Where(blind, d.const(0, mask.dtype), mask)
+    blind, shown = known[mask]
+    reader.set_input(slot, shown)
+    for selecting, _ in list(made.readers):
+        selecting.set_input(0, blind)
+    program.remove_operator(op)
+    program.remove_variable(made)

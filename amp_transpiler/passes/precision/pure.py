@@ -24,7 +24,7 @@ from amp_transpiler.passes.canonicalize.roots import mark_floored
 from amp_transpiler.passes.canonicalize.unit_vectors import write_unit_vectors
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.known import training_constraints
-from amp_transpiler.passes.numerics.mask_constants import saturate_masks
+from amp_transpiler.passes.numerics.mask_constants import restore_full, saturate_masks
 from amp_transpiler.passes.precision.casts import apply
 from amp_transpiler.passes.precision.rules import BLACK, Decision, Rules, black_operators, check_program
 from amp_transpiler.passes.view.names import label, source
@@ -82,15 +82,17 @@ def cast_model_to_fp16(
             "or pass use_fp16_guard=False to cast the whole program"
         )
     with unchanged_on_error(program):
-        saturate_masks(program, lists.dtype)
+        masks = saturate_masks(program, lists.dtype)
         if numeric_guards:
             _write_lengths(program, lists, use_fp16_guard)
         for each in programs(program):
             mark_floored(each, lists.dtype)
         constraints = training_constraints(program, lists.dtype, like) if numeric_guards else Constraints()
         pure = _Pure(program, lists, use_fp16_guard, constraints)
+        decided = pure.decide_all(pure.decide)
+        restore_full(program, lists.dtype, masks, {op: choice.slots for op, choice in decided.items()})
         stored = {} if like is None else {v.name: v.dtype for v in like.variables if v.persistable}
-        return apply(program, pure.decide_all(pure.decide), lists, narrow_parameters=True, stored=stored)
+        return apply(program, decided, lists, narrow_parameters=True, stored=stored)
 
 
 def _write_lengths(program: Graph, lists: AutoMixedPrecisionLists, use_fp16_guard: bool) -> None:

@@ -18,7 +18,7 @@ from amp_transpiler.lists import AutoMixedPrecisionLists
 from amp_transpiler.passes.canonicalize.roots import mark_floored
 from amp_transpiler.passes.numerics.constraints import Constraints
 from amp_transpiler.passes.numerics.known import training_constraints
-from amp_transpiler.passes.numerics.mask_constants import saturate_masks
+from amp_transpiler.passes.numerics.mask_constants import restore_full, saturate_masks
 from amp_transpiler.passes.precision.casts import apply
 from amp_transpiler.passes.precision.rules import BLACK, WHITE, Decision, Rules, check_program
 from amp_transpiler.passes.view.names import label, source
@@ -60,12 +60,14 @@ def rewrite_program(
     lists = AutoMixedPrecisionLists() if amp_lists is None else amp_lists
     check_program(program, lists, "rewrite_program", names_must_exist)
     with unchanged_on_error(program):
-        saturate_masks(program, lists.dtype)
+        masks = saturate_masks(program, lists.dtype)
         for each in programs(program):
             mark_floored(each, lists.dtype)
         constraints = training_constraints(program, lists.dtype, like) if numeric_guards else Constraints()
         colours = _Colours(program, lists, constraints)
-        apply(program, colours.decide_all(colours.decide), lists, narrow_parameters=False)
+        decided = colours.decide_all(colours.decide)
+        restore_full(program, lists.dtype, masks, {op: choice.slots for op, choice in decided.items()})
+        apply(program, decided, lists, narrow_parameters=False)
 
 
 class _Colours(Rules):
