@@ -272,7 +272,7 @@ def test_a_step_says_that_another_startup_program_began_its_state_anew() -> None
             executor.run(program.startup, scope=scope)
             amp.cast_parameters_to_fp16(amp.CPUPlace(), program, scope, {"w"})
             executor.run(program, feed, [fetched], scope)
-    match = "'first' trains with '.*' and 6 more, .* 'second_startup' .* own, 'first_startup'.* one startup program"
+    match = "'first' trains with '.*' and 7 more, .* 'second_startup' .* own, 'first_startup'.* one startup program"
     with pytest.warns(AmpWarning, match=match):
         executor.run(first, feed, [loss], scope)
 
@@ -313,3 +313,20 @@ def test_a_static_scale_of_1_unscales_nothing_and_checks_nothing(pure: bool) -> 
     for found, expected in zip(trained(by_hand=True), trained(by_hand=False), strict=True):
         np.testing.assert_array_equal(found, expected)
         assert found.max() < 1
+
+
+def test_a_step_says_that_another_startup_program_set_its_learning_rate() -> None:
+    """SGD has no moments: of two steps in one scope, the first would go by the rate of the second."""
+    executor, scope, steps = amp.Executor(), amp.Scope(), []
+    for name, rate in (("first", 1.0), ("second", 0.25)):
+        program, startup = amp.Program(name), amp.Program(f"{name}_startup")
+        with amp.program_guard(program, startup), amp.unique_name.guard():
+            y = amp.nn.fc(amp.data("x", [4, 3]), 1, bias_attr=False, param_attr="w")
+            amp.optimizer.SGD(rate).minimize(F.mean(y), startup)
+        executor.run(startup, scope=scope)
+        steps.append(program)
+    feed = {"x": np.ones((4, 3), np.float32)}
+    with pytest.warns(
+        AmpWarning, match="'first' trains with 'learning_rate_0', which .* 'second_startup' .* and rates"
+    ):
+        executor.run(steps[0], feed, [], scope)
