@@ -97,13 +97,25 @@ def test_most_quotients_are_divided_at_once(quotients: int, divisions: int) -> N
     assert np.count_nonzero(whole) == sum(value.size for value in each)
 
 
-@pytest.mark.parametrize(("whole", "casts"), [(True, 1), (False, 2)])
-def test_parts_of_a_flat_state_are_cast_together(whole: bool, casts: int) -> None:
-    """All of them, or the vectors alone: the matrix is cast by itself then, and only where somebody asks for it."""
-    e = Emitter("cuda")
-    states = [Value(f"s{i}", "float32", shape) for i, shape in enumerate([(5,), (130,), (2, 3)])]
+@pytest.mark.parametrize(
+    ("place", "shapes", "whole", "casts"),
+    [
+        ("webgpu", [(5,), (130,), (2, 3)], True, 1),
+        ("webgpu", [(5,), (130,), (2, 3)], False, 2),
+        ("cuda", [(5,), (130,), (2, 3)], True, 3),
+        ("cuda", [(130,), (5,), (130,), (2, 65), (2, 3), (130,)], True, 3),
+        ("cuda", [(130,), (5,), (130,), (2, 65), (130,), (130,), (5,)], False, 4),
+    ],
+)
+def test_parts_of_a_flat_state_are_cast_together(
+    place: str, shapes: list[tuple[int, ...]], whole: bool, casts: int
+) -> None:
+    """All of them, or the vectors alone: the matrix is cast by itself then, and only where somebody asks for it. On CUDA
+    those of which four or more are of one length."""
+    e = Emitter(place)
+    states = [Value(f"s{i}", "float32", shape) for i, shape in enumerate(shapes)]
     e.reserve(["flat", *(v.name for v in states)])
-    rows = Rows((0, 1, 2), tuple(v.shape or () for v in states))
+    rows = Rows(tuple(range(len(shapes))), tuple(shapes))
     remember_state(e, states, Value("flat", "float32", rows.shape), whole)
     low = [state_as(e, v, "float16") for v in states]
     assert [state_as(e, v, "float32") for v in states] == states

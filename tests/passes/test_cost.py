@@ -270,14 +270,14 @@ def test_a_table_that_is_looked_up_binds_nothing() -> None:
 
 
 def chain(dtype: str, type_: str = "MatMul", cast: bool = False) -> CostEstimate:
-    """Two operators and a Neg, with casts to float32 and back between them."""
+    """Two operators and a Neg, with casts to bfloat16 and back between them, which round."""
     there = {"float": 1, "float16": 10, "bfloat16": 16}[dtype]
     body, last = [], "x"
     for i in range(2):
         body.append(f"a{i} = {type_}({last}, {last})")
         last = f"a{i}"
         if cast:
-            body.append(f"b{i} = Cast <to = 1> ({last})  c{i} = Cast <to = {there}> (b{i})")
+            body.append(f"b{i} = Cast <to = 16> ({last})  c{i} = Cast <to = {there}> (b{i})")
             last = f"c{i}"
     return estimate(" ".join(body) + f" y = Neg({last})", *(each.replace("float", dtype) for each in WIDE))
 
