@@ -32,7 +32,7 @@ from amp_transpiler.passes.canonicalize.matching import (
     sides,
     squaring,
 )
-from amp_transpiler.passes.pipeline import Context, Pass
+from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.view.constants import constant_content
 from amp_transpiler.passes.view.of_type import of_type
 from amp_transpiler.passes.view.reached import reached
@@ -350,6 +350,7 @@ class FuseLayerNorms(Pass):
     """A layer norm that is written out, along whichever axes, becomes one operator."""
 
     name = "fuse-layer-norms"
+    needs = (Property.TARGET_OPSET,)
 
     def run(self, graph: Graph, context: Context) -> bool:
         return bool(fuse_layer_norms(graph))
