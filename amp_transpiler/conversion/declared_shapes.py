@@ -33,18 +33,17 @@ def shape_value(op: Operator, known: Callable[[Variable], np.ndarray | None]) ->
     assert made is not None
     if made.attrs.get("start", 0) or "end" in made.attrs:
         return None
-    ends = [known(v) for v in op.inputs[1:] if v is not None]
-    if any(end is None for end in ends):
+    given = {slot: known(v) for slot, v in enumerate(op.inputs) if slot and v is not None}
+    if any(array is None for array in given.values()):
         return None
     if op.type == "Gather":
-        where = np.asarray(ends[0])
+        where = np.asarray(given[1])
         if where.ndim > 1 or not all(-len(sizes) <= i < len(sizes) for i in where.reshape(-1)):
             return None
         taken = _whole([sizes[i] for i in where.reshape(-1)], read)
         return None if taken is None else taken.reshape(where.shape)
-    starts = op.attrs.get("starts", ends[0] if ends else None)
-    stops = op.attrs.get("ends", ends[1] if len(ends) > 1 else None)
-    step = int(np.asarray(ends[3]).reshape(-1)[0]) if len(ends) > 3 else 1
+    starts, stops = op.attrs.get("starts", given.get(1)), op.attrs.get("ends", given.get(2))
+    step = int(np.reshape(given.get(4, 1), -1)[0])
     if starts is None or stops is None or np.size(starts) != 1 or np.size(stops) != 1 or step == 0:
         return None
     return _whole(sizes[int(np.reshape(starts, -1)[0]) : int(np.reshape(stops, -1)[0]) : step], read)

@@ -126,7 +126,7 @@ class _Factor:
             if op.type == "Transpose" and op.inputs[0] is not None:
                 axis = int(op.attrs.get("perm", list(range(rank))[::-1])[axis])
                 variable = op.inputs[0]
-            elif op.type == "Add" and axis == rank - 1 and (bias := _bias(op, vector.size)) is not None:
+            elif op.type == "Add" and axis == rank - 1 and (bias := self._bias(op, vector.size)) is not None:
                 changes.append(self._scaled(op, bias, lambda array: array * vector))
                 rest = op.inputs[1 - bias]
                 if rest is None or rest.shape is None or len(rest.shape) != rank:
@@ -154,6 +154,10 @@ class _Factor:
         free = read is not None and read.name not in self.names
         return free and array is not None and array.ndim == rank and array.shape[axis] == size
 
+    def _bias(self, op: Operator, size: int) -> int | None:
+        """The slot of an Add that holds a vector of this size."""
+        return next((slot for slot in (0, 1) if self._weighs(op, slot, size, 1, 0)), None)
+
     def _scaled(self, op: Operator, slot: int, by: Callable[[np.ndarray], np.ndarray]) -> Callable[[], None]:
         """What lets the operator read a constant multiplied."""
 
@@ -164,15 +168,6 @@ class _Factor:
             op.set_input(slot, op.program.add_constant(f"{read.name}.scaled", by(array).astype(np.float32)))
 
         return change
-
-
-def _bias(op: Operator, size: int) -> int | None:
-    """The slot of an Add that holds a vector of this size, or one number for it."""
-    for slot in (0, 1):
-        array = _array(op.input(slot), _VECTOR)
-        if array is not None and array.ndim == 1 and array.size == size:
-            return slot
-    return None
 
 
 class RescaleFactors(Simplification):

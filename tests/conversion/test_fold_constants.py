@@ -50,6 +50,17 @@ def test_shape_arithmetic_of_declared_sizes_goes_and_open_ones_are_inferred_wher
     assert "Concat" in types(converted(filled)), "which nothing else can"
 
 
+@pytest.mark.parametrize(("inputs", "sizes"), [("z, f, , t", [2, 4]), ("z, f, z, t", [2, 4]), ("f, z, , b", [5, 3])])
+def test_the_steps_of_a_slice_hold_without_axes(inputs: str, sizes: list[int]) -> None:
+    text = f"""(float[2, 3, 4, 5] x) => (float[a, b] y) <int64[1] z = {{0}}, int64[1] f = {{4}}, int64[1] t = {{2}},
+        int64[1] b = {{-2}}, float one = {{1}}> {{
+        s = Shape(x)  p = Slice({inputs})  e = Expand(one, p)  m = Neg(x)  t0 = ReduceSum <keepdims = 0> (m)  y = Add(e, t0)
+    }}""".replace("Slice(", "Slice(s, ")
+    (output,) = converted(text).graph.output
+    (wanted,) = session(model(text)).run(None, {"x": np.zeros((2, 3, 4, 5), np.float32)})
+    assert list(wanted.shape) == sizes and len(output.type.tensor_type.shape.dim) == 2
+
+
 def test_a_shape_that_becomes_known_behind_a_reshape_is_known_there() -> None:
     text = """(float[2, 3, 4] x) => (float[a] y) <int64[1] z = {0}> {
         s = Shape(x)  n = Gather<axis = 0>(s, z)  rest = ReduceProd<keepdims = 1>(s)

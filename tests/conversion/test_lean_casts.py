@@ -139,6 +139,15 @@ def test_what_the_user_names_is_not_rescaled() -> None:
     assert not full(amp.convert(layer("linear"), dtype="bfloat16")), "it has the range"
 
 
+@pytest.mark.parametrize(
+    ("name", "named"), [("linear", "bias"), ("bias first", "bias"), ("linear", "w"), ("conv", "k")]
+)
+def test_no_weight_that_the_user_names_takes_a_factor_in(name: str, named: str) -> None:
+    program = amp.convert(layer(name), black_varnames=[named])
+    readers = [op for op in program.operators if any(v is not None and v.name == named for v in op.inputs)]
+    assert len(readers) == 1 and readers[0].precision == "float32" and named in readers[0].reason
+
+
 # -- sizes ---------------------------------------------------------------------------------------------------------
 def resized(piece: str, rest: str = "", declared: str = "N, 4, 6") -> list[str]:
     text = f"""(float[{declared}] x) => (float y) <int64 zero = {{0}}, int64 one = {{1}}, int64[1] ax = {{0}}, int64[1] f = {{24}}> {{

@@ -9,6 +9,7 @@ import onnx
 import pytest
 
 import amp_transpiler as amp
+from amp_transpiler.errors import GraphError
 from amp_transpiler.passes.canonicalize.fuse_gelu import fuse_gelus
 from tests.helpers.slopes import assert_stays
 
@@ -86,3 +87,13 @@ def test_an_imported_model_is_trained_with_the_operator() -> None:
     found = amp.Program.from_onnx(model)
     assert any("GELUs" in note for note in amp.prepare_training(found).notes)
     assert "Erf" not in [op.type for op in found.operators]
+
+
+@pytest.mark.parametrize("text", ["fuse-gelus", "fuse-layer-norms"])
+def test_no_operator_is_put_in_that_the_opset_does_not_have(text: str) -> None:
+    model = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 16]> g (float[2] x) => (float[2] y) { y = Neg(x) }'
+    )
+    with pytest.raises(GraphError, match=f"{text} needs target opset"):
+        amp.Pipeline(text).run(amp.Program.from_onnx(model))
+    amp.Pipeline(f"opset,{text}").run(amp.Program.from_onnx(model))

@@ -60,3 +60,12 @@ def test_a_sum_that_lies_along_another_axis_stays() -> None:
         HEAD + "{ e = Exp(x)  s = ReduceSum <keepdims = 0> (e, last)  t = Reshape(s, line)  y = Div(e, t) }"
     ).replace("batch", "8")
     assert_stays(amp.Program.from_onnx(onnx.parser.parse_model(text)), fuse_softmaxes)
+
+
+@pytest.mark.parametrize(("sizes", "made"), [("wide", "batch, 8"), ("before", "3, batch, 1")])
+def test_numbers_that_are_repeated_for_the_quotient_stay(sizes: str, made: str) -> None:
+    """The sum of one number, repeated along its axis or before all others, makes more than the softmax of it."""
+    text = HEAD.replace("(float[batch, 8] x) => (float[batch, 8] y)", f"(float[batch, 1] x) => (float[{made}] y)")
+    text = text.replace("int64[1] first", "int64[3] before = {3, 1, 1}, int64[1] first")
+    text += f"{{ e = Exp(x)  s = ReduceSum <keepdims = 1> (e, last)  u = Expand(s, {sizes})  y = Div(e, u) }}"
+    assert_stays(amp.Program.from_onnx(onnx.parser.parse_model(text)), fuse_softmaxes)

@@ -133,3 +133,21 @@ def test_a_check_goes_by_the_model_as_it_was_given(
     program = amp.convert(tmp_path / "m.onnx" if written else model, calibration=feeds, check=True)
     assert program.conversion is not None and program.conversion.verdict is not None
     assert program.conversion.verdict.missed == ("y",)
+
+
+@pytest.mark.parametrize(
+    "body", ["q = Exp(p) dead = Sin(p)", "dead = Sin(p) q = Exp(p)", "q = local.leaky(p) dead = Sin(p)"]
+)
+def test_marks_of_a_call_reach_its_body_alone_whatever_that_computes_for_nobody(body: str) -> None:
+    source = """g (float[4,4] x, bool c) => (float[4,4] y) { h = local.f(x)
+      y = If (c) < then_branch = a () => (float[4,4] u) { u = Relu(h) }, else_branch = b () => (float[4,4] v) { v = Neg(h) } > }"""
+    function = f"""
+<domain: "local", opset_import: ["" : 17, "local" : 1]> f (p) => (q) {{ {body} }}"""
+    model = parsed(source + function + LEAKY)
+    program = amp.Program.from_onnx(model)
+    program.operators[0].scope = "called"
+    assert inline_functions(program)
+    assert [(op.type, op.scope) for op in program.operators if op.type == "If" or op.scope != "called"] == [("If", "")]
+    assert len(program.operators) == 3
+    feed = {"x": X, "c": np.array(True)}
+    np.testing.assert_array_equal(run(program.to_onnx(), feed)[0], run(model, feed)[0])

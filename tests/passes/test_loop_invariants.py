@@ -81,3 +81,23 @@ def test_what_changes_or_is_made_besides_stays_a_state(change: tuple[str, str], 
     assert len(loop.inputs) == 2 + states
     for found, wanted in zip(run(program.to_onnx(), 3), run(model(text), 3), strict=True):
         assert off(found, wanted) < 2e-3
+
+
+@pytest.mark.parametrize("read", ["w_in", "w"])
+def test_one_weight_may_be_several_states_and_be_read_from_around_too(read: str) -> None:
+    twice = LOOP.replace("x, w, b)", "x, w, w)")
+    twice = twice.replace("float[16] b_in", "float[16,16] b_in").replace(
+        "b_sum = Add(b_out, b)", "b_sum = ReduceSum(b_out, first)"
+    )
+    twice = twice.replace("float[16] b_sum", "float[1,16] b_sum").replace(
+        "<bool yes", "<int64[1] first = {0}, bool yes"
+    )
+    twice = twice.replace("q = Add(p, b_in)", f"r = MatMul(p, {read})  q = MatMul(r, b_in)")
+    program = amp.convert(model(twice))
+    program.verify()
+    (loop,) = program.nesting
+    assert len(loop.inputs) == 3 and len(loop.captures) == 1
+    onnx.checker.check_model(program.to_onnx(), full_check=True)
+    for turns in (0, 1, 4):
+        for found, wanted in zip(run(program.to_onnx(), turns), run(model(twice), turns), strict=True):
+            assert off(found, wanted) < 1e-2

@@ -246,6 +246,15 @@ def test_what_cannot_be_moved_is_named(version: int, body: str, complaint: str) 
         program.convert_opset()
 
 
+@pytest.mark.parametrize("read", [True, False])
+def test_statistics_of_an_old_batch_norm_that_somebody_wants_are_no_running_ones(read: bool) -> None:
+    body = "y, m, v = BatchNormalization (x, a, a, a, a)" + ("  k = Neg(m)" if read else "  k = Neg(y)")
+    text = f"""<ir_version: 8, opset_import: ["" : 9]>
+    g (float[2, 3, 4] x, float[3] a) => (float[2, 3, 4] y, float[n] {"k" if read else "m"}) {{ {body} }}"""
+    with pytest.raises(GraphError, match="training outputs"):
+        amp.Program.from_onnx(onnx.parser.parse_model(text)).convert_opset()
+
+
 NEWEST = onnx.defs.onnx_opset_version()
 
 

@@ -15,7 +15,7 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.passes.canonicalize.matching import added_number, number, only_reader, put
 from amp_transpiler.passes.canonicalize.polynomials import Polynomial, polynomials
-from amp_transpiler.passes.pipeline import Context, Pass
+from amp_transpiler.passes.pipeline import Context, Pass, Property
 
 #: How far a written constant may be from the number that it stands for: it may come from 16 bit.
 _NEAR = 1e-3
@@ -89,6 +89,7 @@ class FuseGelus(Pass):
     """A GELU that is written out with Erf, or its approximation with Tanh, becomes one operator."""
 
     name = "fuse-gelus"
+    needs = (Property.TARGET_OPSET,)
 
     def run(self, graph: Graph, context: Context) -> bool:
         return bool(fuse_gelus(graph))

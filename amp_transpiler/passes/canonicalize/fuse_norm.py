@@ -32,7 +32,7 @@ from amp_transpiler.passes.canonicalize.matching import (
     sides,
     squaring,
 )
-from amp_transpiler.passes.pipeline import Context, Pass
+from amp_transpiler.passes.pipeline import Context, Pass, Property
 from amp_transpiler.passes.view.constants import constant_content
 from amp_transpiler.passes.view.of_type import of_type
 from amp_transpiler.passes.view.reached import reached
@@ -214,7 +214,7 @@ def _inverted(variable: Variable | None) -> Variable | None:
     inverse, quotient = maker(variable, "Reciprocal"), maker(variable, "Div")
     if inverse is not None:
         return inverse.input(0)
-    return quotient.input(1) if quotient is not None and number(quotient.input(0)) == 1 else None
+    return quotient.input(1) if quotient is not None and number(quotient.input(0), quotient.input(1)) == 1 else None
 
 
 def _shifted(last: Operator) -> _Norm | None:
@@ -256,7 +256,7 @@ def _average(variable: Variable | None) -> tuple[Operator | None, float]:
         by, variable = 1.0 if op.type in ("Reshape", "Unsqueeze") else None, op.input(0)
         if op.type == "Mul":
             variable, by = added_number(op.output(0), "Mul")
-        elif op.type == "Div" and (below := number(op.input(1))):
+        elif op.type == "Div" and (below := number(op.input(1), op.input(0))):
             by = 1 / below
         if by is None or by <= 0:
             break
@@ -317,7 +317,7 @@ def _deviation(variable: Variable | None) -> Operator | None:
     if chosen is None:
         return maker(variable, "Sub")
     found, both = maker(chosen.input(2), "Sub"), maker(chosen.input(0), "And")
-    if found is None or both is None or number(chosen.input(1)) != 0:
+    if found is None or both is None or number(chosen.input(1), chosen.input(2)) != 0:
         return None
     equal, finite = maker(both.input(0), "Equal"), maker(both.input(1), "Equal")
     return found if _all_equal(equal, found) and _none_infinite(finite, found.input(1)) else None
@@ -334,7 +334,7 @@ def _all_equal(equal: Operator | None, deviation: Operator) -> bool:
 
 def _none_infinite(equal: Operator | None, mean: Variable | None) -> bool:
     """Whether what is asked is if a mean less itself is 0."""
-    if equal is None or number(equal.input(1)) != 0:
+    if equal is None or number(equal.input(1), equal.input(0)) != 0:
         return False
     nothing = maker(equal.input(0), "Sub")
     return nothing is not None and list(nothing.inputs) == [mean, mean]
@@ -350,6 +350,7 @@ class FuseLayerNorms(Pass):
     """A layer norm that is written out, along whichever axes, becomes one operator."""
 
     name = "fuse-layer-norms"
+    needs = (Property.TARGET_OPSET,)
 
     def run(self, graph: Graph, context: Context) -> bool:
         return bool(fuse_layer_norms(graph))

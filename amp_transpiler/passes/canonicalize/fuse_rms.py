@@ -85,7 +85,7 @@ def _quotient(x: Variable, root: Operator) -> Operator | None:
     for op in _readers(root):
         if op.type == "Div" and op.input(1) is root.outputs[0] and op.input(0) is x:
             return op
-        if op.type == "Reciprocal" or (op.type == "Div" and number(op.input(0)) == 1):
+        if op.type == "Reciprocal" or (op.type == "Div" and number(op.input(0), op.input(1)) == 1):
             found = next((product for product in _readers(op) if factor(product, op.outputs[0]) is x), None)
             if found is not None:
                 return found

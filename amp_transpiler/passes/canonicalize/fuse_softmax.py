@@ -67,9 +67,16 @@ def _along_one_axis(variable: Variable, type_: str, shape: Shape | None) -> tupl
         op = None if op.inputs[0] is None else op.inputs[0].producer
     if op is None or op.full_type != type_ or op.inputs[0] is None or shape is None:
         return None
+    if variable.shape is None or len(variable.shape) != len(shape) or _spreads(variable.shape, shape):
+        return None
     read, axes = original(op.inputs[0]), reduced_axes(op)
     if axes is None or len(axes) != 1 or read.shape != shape or thin.shape is None or len(thin.shape) != len(shape):
         return None
     kept = (*shape[: axes[0]], 1, *shape[axes[0] + 1 :])
     unlike = [size for size, wanted in zip(thin.shape, kept, strict=True) if size is None or size != wanted]
     return (read, axes[0]) if unlike in ([], [None]) else None  # the others leave but one number for it
+
+
+def _spreads(one: Shape, other: Shape) -> bool:
+    """Whether a tensor of one shape gives one of the other, of as many dimensions, a larger size."""
+    return any(isinstance(b, int) and isinstance(a, int) and a not in (1, b) for a, b in zip(one, other, strict=True))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
+from itertools import islice
 
 import onnx
 import onnx.inliner
@@ -50,7 +52,7 @@ def inline_functions(program: Graph) -> bool:
             f"program '{program.name}' still calls {left} after inlining; every function must be defined once"
         )
     _carry_variables(program, new)
-    _carry_marks(program, new, _calls(program))
+    _carry_marks(program, new, _lengths(program))
     program.exchange(new)
     return True
 
@@ -96,8 +98,16 @@ def _give_defaults(model: onnx.ModelProto) -> None:
             node.attribute.extend(default for default in called if default.name not in given)
 
 
-def _calls(program: Graph) -> set[tuple[str, str, str]]:
-    return {(plain_domain(f.domain), f.name, f.overload) for f in program.info.functions}
+def _lengths(program: Graph) -> dict[tuple[str, str, str], int]:
+    """How many operators a call of each function becomes, those of functions that this calls counted too."""
+    bodies = {(plain_domain(f.domain), f.name, f.overload): f.node for f in program.info.functions}
+
+    @cache
+    def length(called: tuple[str, str, str]) -> int:
+        nodes = ((plain_domain(node.domain), node.op_type, node.overload) for node in bodies.get(called, ()))
+        return sum(map(length, nodes)) if called in bodies else 1
+
+    return {called: length(called) for called in bodies}
 
 
 def _carry_variables(old: Graph, new: Graph) -> None:
@@ -125,22 +135,17 @@ def _named(updates: dict[Variable, Variable], graph: Graph) -> dict[Variable, Va
     return {graph.var(state.name): graph.var(value.name) for state, value in updates.items()}
 
 
-def _carry_marks(old: Graph, new: Graph, calls: set[tuple[str, str, str]]) -> None:
+def _carry_marks(old: Graph, new: Graph, lengths: dict[tuple[str, str, str], int]) -> None:
     """The inliner puts a body where its call stood, so both programs are walked side by side."""
     rest = iter(new.operators)
-    op = next(rest, None)
     for before in old.operators:
-        if (before.domain, before.type, before.overload) not in calls:
-            if op is not None:
-                for one, other in zip(before.attrs.programs, op.attrs.programs, strict=True):
-                    _carry_marks(one, other, calls)
-            op = next(rest, None)
-            continue
-        missing = {v.name for v in before.outputs if v is not None}
-        while op is not None and missing:
-            _mark(op, before)
-            missing -= {v.name for v in op.outputs if v is not None}
-            op = next(rest, None)
+        length = lengths.get((before.domain, before.type, before.overload))
+        if length is None:
+            for one, other in zip(before.attrs.programs, next(rest).attrs.programs, strict=True):
+                _carry_marks(one, other, lengths)
+        else:
+            for op in islice(rest, length):
+                _mark(op, before)
 
 
 def _mark(op: Operator, call: Operator) -> None:

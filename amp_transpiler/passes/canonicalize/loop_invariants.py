@@ -40,11 +40,17 @@ def _capture(op: Operator, body: Graph, names: frozenset[str]) -> None:
             op.set_input(slot, variable)
     for slot, variable in enumerate(v for i, v in enumerate(outputs) if i not in unchanged):
         op.set_output(slot, variable)
+    known = {v.outer: v for v in body.variables if v.outer is not None}
     for state in sorted(unchanged):
         inner, outer = inners[_INPUTS + state], inputs[_INPUTS + state]
         assert outer is not None
-        inner.is_input, inner.outer, inner.dtype, inner.shape = False, outer, outer.dtype, outer.shape
-        op.add_capture(outer)
+        if outer in known:  # one stands for it
+            body.replace_uses(inner, known[outer])
+            body.remove_variable(inner)
+        else:
+            known[outer] = inner
+            inner.is_input, inner.outer, inner.dtype, inner.shape = False, outer, outer.dtype, outer.shape
+            op.add_capture(outer)
         made = outputs[state] if state < len(outputs) else None
         if made is not None:
             _give(op, outer, made)

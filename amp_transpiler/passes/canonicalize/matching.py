@@ -37,16 +37,19 @@ def factor(op: Operator, variable: Variable | None) -> Variable | None:
     return op.input(1) if op.input(0) is variable else op.input(0)
 
 
-def number(variable: Variable | None) -> float | None:
-    """The number that a constant of one element holds; None of a parameter, which may come to hold another."""
+def number(variable: Variable | None, beside: Variable | None = None) -> float | None:
+    """The number that a constant of one element holds; None of a parameter, which may come to hold another, and of one
+    that gives more dimensions to what it is joined with ``beside`` it."""
     data = constant_content(variable)
-    return None if data is None or math.prod(tensor_type(data)[1]) != 1 else float(as_array(data).reshape(-1)[0])
+    shape = () if data is None else tensor_type(data)[1]
+    adds = beside is not None and len(shape) > len(beside.shape or ())
+    return None if data is None or math.prod(shape) != 1 or adds else float(as_array(data).reshape(-1)[0])
 
 
 def added_number(variable: Variable | None, type_: str = "Add") -> tuple[Variable | None, float | None]:
     """What a number is added to (or joined with by another commutative operator), and the number."""
     for operand, other in sides(maker(variable, type_)):
-        found = number(operand)
+        found = number(operand, other)
         if found is not None:
             return other, found
     return None, None
@@ -89,7 +92,9 @@ def squares(op: Operator) -> bool:
     """Whether an operator is a Mul or Pow that squares its first operand."""
     if op.full_type == "Mul":
         return op.input(0) is op.input(1)
-    return op.full_type == "Pow" and holds(op.input(1), 2)
+    base, exponent = op.input(0), op.input(1)
+    whole = exponent is not None and base is not None and exponent.shape == base.shape
+    return op.full_type == "Pow" and (number(exponent, base) == 2 or (whole and holds(exponent, 2)))
 
 
 def squaring(variable: Variable | None) -> Operator | None:

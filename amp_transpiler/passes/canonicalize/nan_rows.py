@@ -63,7 +63,7 @@ def _selects(reader: Operator, slot: object, rows: Variable) -> bool:
     if reader.full_type != "Where" or slot != 0 or reader.inputs[2] is not rows or reader.outputs[0] is None:
         return False
     other = reader.inputs[1]
-    return other is not None and one_element(other.shape)
+    return other is not None and one_element(other.shape) and len(other.shape or ()) <= len(rows.shape or ())
 
 
 def _is_finite(variable: Variable | None, steps: int) -> bool:

@@ -242,7 +242,7 @@ def _spatial(op: Operator) -> None:
 def _batch_norm(op: Operator) -> None:
     for slot in range(1, len(op.outputs)):
         made = op.outputs[slot]
-        if made is not None and made.readers:
+        if made is not None and (made.readers or made in op.program.outputs):
             raise GraphError(
                 f"operator '{op.label}' (BatchNormalization of opset {op.program.opset()}) uses its training "
                 "outputs, which opset 14 defines differently"

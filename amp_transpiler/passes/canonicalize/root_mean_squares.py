@@ -200,7 +200,7 @@ class _Found:
         """The operators that divide by the root, each with the product that it is (a reciprocal: one for each use)."""
         found = []
         for op, slot in root.readers:
-            if op.type == "Div" and slot == 1 and number(op.input(0)) != 1:
+            if op.type == "Div" and slot == 1 and number(op.input(0), root) != 1:
                 found.append((op, op))
                 continue
             made = op.output(0)

@@ -38,7 +38,7 @@ def write_roots(program: Graph, names: frozenset[str] = frozenset(), keep: froze
     """
     count = 0
     for power in of_type(program, "Pow"):
-        exponent, out = number(power.input(1)), power.output(0)
+        exponent, out = number(power.input(1), power.input(0)), power.output(0)
         if exponent is None or abs(abs(exponent) - 0.5) > _ABOUT or out is None or power in keep or out.name in names:
             continue
         if _of_squares(power.input(0)):

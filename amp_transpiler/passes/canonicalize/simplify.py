@@ -9,10 +9,8 @@ from amp_transpiler.ir.graph import Graph
 from amp_transpiler.ir.infer import static
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.ir.proto_residue import hand_over, listed_inputs
-from amp_transpiler.ir.tensors import tensor_type
 from amp_transpiler.ir.types import ONNX_TYPES
 from amp_transpiler.passes.canonicalize.matching import maker, number, remove
-from amp_transpiler.passes.view.constants import content
 from amp_transpiler.passes.view.of_type import of_type
 
 #: The number that changes nothing as an operand of elementwise arithmetic, and the operands that it may be.
@@ -108,7 +106,7 @@ def _handed_on(op: Operator) -> Variable | None:
         for slot in slots:
             given = op.input(slot)
             computed = given is not None and given.producer is not None and given.producer.type != "Constant"  # as most
-            if not computed and _is_neutral(given, neutral, op.input(1 - slot)):
+            if not computed and number(given, op.input(1 - slot)) == neutral:
                 return op.input(1 - slot)
         return None
     if op.type == "Where":
@@ -134,20 +132,7 @@ def _is_linear_softplus(op: Operator) -> bool:
     greater, softplus, x = maker(op.input(0), "Greater"), maker(op.input(2), "Softplus"), op.input(1)
     if greater is None or softplus is None or x is None or not softplus.input(0) is greater.input(0) is x:
         return False
-    bound = number(greater.input(1))
-    return bound is not None and bound >= _LINEAR and _adds_no_dimension(greater.input(1), x)
-
-
-def _is_neutral(variable: Variable | None, neutral: int, other: Variable | None) -> bool:
-    """Whether this is the neutral number, of no more dimensions than the other operand."""
-    return number(variable) == neutral and _adds_no_dimension(variable, other)
-
-
-def _adds_no_dimension(constant: Variable | None, other: Variable | None) -> bool:
-    if constant is None or other is None:
-        return False
-    rank = len(tensor_type(content(constant))[1])
-    return not rank or rank <= len(other.shape or ())
+    return (number(greater.input(1), x) or 0) >= _LINEAR
 
 
 def remove_dead(program: Graph, names: frozenset[str], keep: frozenset[Operator]) -> None:
