@@ -43,7 +43,8 @@ def shape_value(op: Operator, known: Callable[[Variable], np.ndarray | None]) ->
         taken = _whole([sizes[i] for i in where.reshape(-1)], read)
         return None if taken is None else taken.reshape(where.shape)
     starts, stops = op.attrs.get("starts", given.get(1)), op.attrs.get("ends", given.get(2))
-    step = int(np.reshape(given.get(4, 1), -1)[0])
+    by = given.get(4)
+    step = 1 if by is None else int(by.reshape(-1)[0])
     if starts is None or stops is None or np.size(starts) != 1 or np.size(stops) != 1 or step == 0:
         return None
     return _whole(sizes[int(np.reshape(starts, -1)[0]) : int(np.reshape(stops, -1)[0]) : step], read)
