@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from amp_transpiler.ir.emitter import Value
 from amp_transpiler.ir.metadata import only_looks
 from amp_transpiler.ir.nodes import Operator, Variable
 from amp_transpiler.lists import PlaceTraits
@@ -52,6 +51,6 @@ def emit_narrow(storage: EmulatedStorage, op: Operator, found: Container[Operato
     held = None if x is None else unwidened(e, x)
     if held is None or held.dtype != _NARROW:
         return False
-    made: Value = e.op(op.type, held, *others, domain=op.domain, shape=storage.fixed(y), **op.attrs)
+    made = e.op(op.type, held, *others, outputs=None, domain=op.domain, shape=storage.fixed(y), **op.attrs)
     storage.env[y.key] = e.cast(made, "float32")
     return True
